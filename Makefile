@@ -24,9 +24,11 @@ train: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
 
-# What one runs while writing: two minutes.
+# What one runs while writing: two minutes, so without the files that try many models or wait for what hangs.
+LONG_FILES = policy/test_layout chat/test_families chat/test_tokenizers envs/test_built_in rollout/test_overlap \
+	rollout/test_reset_proof testing/test_check_engine testing/test_check_env testing/test_check_sandbox
 test-quick: $(VENV)/installed-dev
-	$(PYTEST) -m 'not slow and not vllm and not process and not gpu' $(ARGS)
+	$(PYTEST) -m 'not slow and not vllm and not process and not gpu' $(LONG_FILES:%=--ignore=tests/%.py) $(ARGS)
 
 # Everything, with more examples for each property; `make mutants` belongs to it.
 test-full: $(VENV)/installed-dev
@@ -47,10 +49,12 @@ check: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/build.py
 
-# The schema by which editors complete recipes (a test keeps it up to date), and the page of all fields (not committed).
+# The schema and the types by which editors complete recipes (tests keep them up to date), and the page of all fields (not committed).
 fields: $(VENV)/installed-dev
 	$(BIN)/agentrl fields --markdown > docs/fields.md
 	$(BIN)/agentrl fields --json-schema > docs/recipe.schema.json
+	$(BIN)/agentrl fields --types > agentrl/recipe/sections.pyi
+	$(BIN)/ruff format agentrl/recipe/sections.pyi
 
 # Changes one operator after the other in the files that pyproject.toml names; lists those that no test of theirs noticed.
 mutants: $(VENV)/installed-dev

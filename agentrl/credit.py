@@ -28,7 +28,7 @@ __all__ = ["Credit", "CreditScheme", "LoneRule", "Need", "assign_credit", "load_
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 LoneRule = Literal["error", "keep", "drop"]
-"""What becomes of a trajectory that has no sibling to be compared with: stop; advantage 0; out of the loss."""
+"""Rule for a trajectory that has no sibling to be compared with: stop; advantage 0; out of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,7 +83,7 @@ class Credit:
         return cls(advantages_T=np.zeros(num, dtype=np.float32), keep_T=np.zeros(num, dtype=np.bool_))
 
     def check(self, trajectory: Trajectory) -> None:
-        """Raise CreditError where this credit does not fit the trajectory: wrong length, wrong type, not finite."""
+        """Raise CreditError if this credit does not fit the trajectory: wrong length, wrong type, not finite."""
         where, num = f"trajectory {trajectory.trajectory_id}", trajectory.num_action_tokens
         for name, array, kind in (("advantages_T", self.advantages_T, np.float32), ("keep_T", self.keep_T, np.bool_)):
             if not isinstance(array, np.ndarray) or array.dtype != kind:
@@ -116,18 +116,18 @@ class CreditScheme(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     needs: ClassVar[frozenset[Need]] = frozenset()
-    """What the scheme reads beyond returns; a recipe whose environment lacks one of these is refused."""
+    """Data that the scheme reads beyond returns; a recipe whose environment lacks one of these is refused."""
 
     granularity: ClassVar[Literal["trajectory", "turn", "token"]] = "turn"
     """The smallest part of a trajectory whose advantage may differ from the next one's."""
     paper: ClassVar[str] = ""
-    """Where the method comes from: a name and an arXiv number."""
+    """Source of the method: a name and an arXiv number."""
     experimental: ClassVar[bool] = False
-    """True where too little is known of the method to rely on it."""
+    """True if too little is known of the method to rely on it."""
     reads_rewards: ClassVar[bool] = True
-    """False where rewards play no part."""
+    """False if rewards play no part."""
     is_control: ClassVar[bool] = False
-    """True where it is there to be compared with, and not to learn by."""
+    """True if it is there to be compared with, and not to learn by."""
 
     def requirements(self) -> frozenset[Need]:
         """Return what this instance reads: `needs`, and what its options add."""
@@ -146,7 +146,7 @@ class CreditScheme(BaseModel):
         return None
 
     def inner(self) -> "CreditScheme | None":
-        """Return the scheme that this one is built around, where there is one."""
+        """Return the scheme that this one is built around, if there is one."""
         return None
 
     def chain(self) -> "Iterator[CreditScheme]":
@@ -196,7 +196,7 @@ def credit_class(name: str, *, field: str = "credit") -> type[CreditScheme]:
 
 
 def installed_credit() -> dict[str, frozenset[Need] | None]:
-    """Return what each installed scheme reads under its defaults; None where it has no defaults for all its fields."""
+    """Return what each installed scheme reads under its defaults; None if it has no defaults for all its fields."""
     found: dict[str, frozenset[Need] | None] = {}
     for name in names("agentrl.credit"):
         try:
@@ -214,7 +214,7 @@ def load_credit_for(
     `hints` says what the recipe must set for a need that no environment provides.
 
     Returns:
-        the scheme and None; or, where the environment cannot serve it and the recipe has `fallback: uniform`, uniform
+        the scheme and None; or, if the environment cannot serve it and the recipe has `fallback: uniform`, uniform
         advantages (plain GSPO) and a warning.
 
     Raises:

@@ -1,8 +1,7 @@
-"""The data that flows between the parts: plain, frozen, without torch.
+"""Data that flows between the parts: plain, frozen, without torch.
 
-Tokens are tuples of Python ints exactly as they were sampled. Nothing here is ever decoded and tokenized again.
-
-Columns of numbers, one for each token, as short text: how journals and checkpoints hold them, exactly; and as arrays.
+Tokens are tuples of Python ints exactly as they were sampled. Nothing here is ever decoded and tokenized again. Columns
+have one number for each token; journals and checkpoints hold them exactly, as short text.
 """
 
 import base64
@@ -147,14 +146,14 @@ LogProbs = Annotated[
     PlainSerializer(pack_floats, when_used="json"),
 ]
 InMemory = Annotated[bytes, Field(exclude=True), BeforeValidator(lambda _: b"")]
-"""What no file holds, and is read from none."""
+"""Bytes in memory alone: written to no file, and read from none."""
 
 
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
-"""Of what a recipe has made or kept at the same time: with more, a run would stand still before it could say why."""
+"""Count of objects held at once, 1 to 1,000,000."""
 AmountOrZero = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Amount = Annotated[int, Field(gt=0, le=1_000_000_000)]
-"""Of tokens, steps and whatever else is only counted."""
+"""Count of tokens, of steps, or of whatever else is only counted."""
 
 
 def between(least: float, most: float) -> AfterValidator:
@@ -171,37 +170,37 @@ def between(least: float, most: float) -> AfterValidator:
 
 
 Positive = Annotated[float, Field(gt=0), between(1e-12, 1e12)]
-"""Of scales: float32 holds it, its inverse and its square."""
+"""Scale: float32 holds it, its inverse and its square."""
 Rate = Annotated[float, Field(gt=0), between(1e-30, 10)]
-"""Of learning."""
+"""Learning rate."""
 Seconds = Annotated[float, Field(gt=0), between(1e-3, 1e9)]
-"""Of deadlines."""
+"""Deadline in seconds."""
 MAX_REWARD = 1e15
 """Largest reward of a turn, either way: advantages and gradients are float32, and gradients are squared."""
 MAX_NUMBER = 1e100
 """In size, of what a run writes: sums and squares of such numbers, and squares of their sums, are finite."""
 Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER, allow_inf_nan=False)]
-"""As a file of a run holds it, so that nothing that computes with it needs to look first."""
+"""Finite number that a file of a run can hold, so that nothing that computes with it needs to look first."""
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-"""As a file of a run holds it: tokenizers take no other."""
+"""Token id that a file of a run can hold: tokenizers take no other."""
 
 Message = dict[str, Any]
 """One chat message, OpenAI style: role, content, and where they apply tool_calls, tool_call_id, name."""
 
 
 Split = Literal["train", "eval"]
-"""What a task is for: to train on, or to evaluate with."""
+"""Purpose of a task: to train on, or to evaluate with."""
 
 
 class NumTasks(NamedTuple):
-    """How many tasks each split has. None: they follow from the seed, without end."""
+    """Number of tasks of each split. None: they follow from the seed, without end."""
 
     train: int | None = None
     eval: int | None = None
 
 
 ENDLESS = NumTasks()
-"""Of an environment whose tasks follow from the seed."""
+"""Tasks of an environment that makes them from the seed."""
 
 
 class TaskHashes(NamedTuple):
@@ -239,7 +238,7 @@ class StopReason(StrEnum):
 
     @property
     def failed(self) -> bool:
-        """True where the episode says nothing about the policy: it leaves the loss and every baseline."""
+        """True if the episode says nothing about the policy: it leaves the loss and every baseline."""
         return self in (StopReason.ENV_ERROR, StopReason.ENGINE_ERROR)
 
 
@@ -271,7 +270,7 @@ class Need(StrEnum):
     TEACHER_LOGPROBS = "teacher_logprobs"
     """Log-probabilities under another model."""
     HINDSIGHT_LOGPROBS = "hindsight_logprobs"
-    """Log-probabilities under the policy itself once it is told how the episode ended."""
+    """Log-probabilities under the policy itself once it has seen how the episode ended."""
     ANSWER_LOGPROBS = "answer_logprobs"
     """Log-probability of the task's known answer before each turn."""
     TURN_SCORES = "turn_scores"
@@ -280,7 +279,7 @@ class Need(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to sample one completion: always from the full support, so that log-probabilities are exact."""
+    """Sampling of one completion: always from the full support, so that log-probabilities are exact."""
 
     max_tokens: int
     """Largest number of tokens to sample, the stop token included."""
@@ -294,12 +293,12 @@ class Sampling:
     """Number of tokens at the end of the prompt that an interrupted request with the same seed has sampled: this one continues
     with the random numbers that came next there."""
     experts_from: int = 0
-    """First token of the prompt whose experts are wanted, by an engine that tells them (`EngineContext.returns_experts`)."""
+    """First token of the prompt whose experts are wanted, by an engine that returns them (`EngineContext.returns_experts`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine sampled for one request."""
+    """Tokens that an engine sampled for one request."""
 
     token_ids: TokenIds
     """The sampled tokens, the stop token included."""
@@ -343,15 +342,17 @@ class Turn:
     message: Message = field(default_factory=dict)
     """The assistant message parsed from the action."""
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """What the environment reported in `info` about this turn, for records and metrics."""
+    """Entries of `info` that the environment reported about this turn, for records and metrics."""
     branch_rewards: tuple[tuple[float, ...], ...] | None = None
     """For each rollout that was forked before this turn's action: the rewards of its turns from here on. None:
     the credit scheme does not ask for them."""
     signals: Mapping[str, Any] = field(default_factory=dict)
-    """What the credit scheme asks for beyond these fields, by the name of its `Need`: a tuple with one number for each action
-    token, or one number for the turn. `agentrl/learn/signals/` has a file for each, with its meaning and unit."""
+    """Data that the credit scheme asks for beyond these fields, by the name of its `Need`: a tuple with one number for
+    each action token, or one number for the turn. `agentrl/learn/signals/` has a file for each, with its meaning and
+    unit."""
     experts: InMemory = b""
-    """As `Completion.experts`: from the token before the observation, where there is one, to the last but one of the action."""
+    """Experts like `Completion.experts`: from the token before the observation, if there is one, to the last but one
+    of the action."""
 
     def __post_init__(self) -> None:
         """Check that what belongs to tokens is aligned with the action."""
@@ -360,6 +361,10 @@ class Turn:
         for name, column in columns.items():
             if isinstance(column, Sized) and len(column) != num:
                 raise ValueError(f"a turn of {num} action tokens needs as many {name}, got {len(column)}")
+
+    def __repr__(self) -> str:
+        """Return one line for people: the fields of a long turn fill a screen."""
+        return f"<Turn: {len(self.observation_ids)} observed and {len(self.action_ids)} sampled tokens, reward {self.reward:g}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Be pickled so that on the process that reads it a token takes 8 bytes, and no object of its own."""
@@ -378,12 +383,12 @@ def _unpickled_turn(columns: Mapping[str, "array[int]"], others: Mapping[str, An
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Where an environment failed."""
+    """Place at which an environment failed."""
 
     kind: str
     """Type of the exception and the line that raised it, `KeyError at desk.py:40`: faults of one kind have one cause."""
     traceback: str = ""
-    """The environment's own frames, bounded in length; empty where it raised nothing."""
+    """The environment's own frames, bounded in length; empty if it raised nothing."""
 
 
 def shorten(turn: Turn, before: Sequence[Turn]) -> tuple[Turn, int]:
@@ -408,7 +413,7 @@ def lengthen(turn: Turn, before: Sequence[Turn], shared: int) -> Turn:
     """Return the turn of which `shorten` made this one.
 
     Raises:
-        ValueError: where the turns before it have no such context.
+        ValueError: if the turns before it have no such context.
     """
     if not shared:
         return turn
@@ -465,22 +470,29 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers about the whole episode: `success` where the environment reports it, counts of errors, seconds."""
     error: str | None = None
-    """What went wrong, where it `failed`."""
+    """Error, if it `failed`."""
     fault: Fault | None = None
-    """Where, if the environment failed. The action that it failed at is the last turn's."""
+    """Place of the failure, if the environment failed. The action that it failed at is the last turn's."""
     gold_answer: str | None = None
-    """The task's known answer, where the environment tells one."""
+    """The task's known answer, if the environment gives one."""
     split: Split = "train"
     task_index: int | None = None
     """Number of the task within its split. None: not known."""
     stage: int = 0
-    """Which entry of `env.schedule` its environment was made with, from 1. 0: none."""
+    """Entry of `env.schedule` that its environment was made with, from 1. 0: none."""
     signals: Mapping[str, float] = field(default_factory=dict)
-    """As `Turn.signals`, of the trajectory as a whole: `values` is that of the context after the last action token."""
+    """Signals like `Turn.signals`, of the trajectory as a whole: `values` is that of the context after the last action
+    token."""
+
+    def __repr__(self) -> str:
+        """Return one line for people: the fields of a long episode fill screens."""
+        end = f"failed: {self.error}" if self.failed else f"reward {self.reward:g}, {self.stop_reason}"
+        size = f"{len(self.turns)} turns, {self.num_action_tokens} sampled tokens"
+        return f"<Trajectory {self.trajectory_id} of {self.env_id}: {size}, {end}>"
 
     @property
     def failed(self) -> bool:
-        """True where the episode must leave the loss and every baseline: it broke off, or the policy never had a turn."""
+        """True if the episode must leave the loss and every baseline: it broke off, or the policy never had a turn."""
         return self.stop_reason.failed or not self.turns
 
     @property

@@ -176,7 +176,7 @@ def map_of(rows: Sequence[dict[str, Any]]) -> list[Task]:
                 gains[scheme] = (round(float(difference.mean()), 4), round(float(error), 4))
         assert shown is not None
         rounded = RunProfile(**{field: round(value, 4) for field, value in shown.model_dump().items()})
-        tasks.append(Task(name=name, seeds=len(found[name, "uniform"]), shown=rounded, gains=gains))
+        tasks.append(Task(name=name, seeds=len(found[name, "uniform"]), profile=rounded, gains=gains))
     return tasks
 
 

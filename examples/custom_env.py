@@ -16,7 +16,8 @@ class MyEnv(ToolEnv):
     """Find a number between 1 and 9 with as few looks as the recipe has turns."""
 
     def start(self, options: dict[str, Any]) -> str:
-        self.number, self.low, self.high = int(self.np_random.integers(1, 10)), 1, 9
+        self.number = int(self.np_random.integers(1, 10))
+        self.low, self.high = 1, 9
         return "1 to 9?"
 
     @tool

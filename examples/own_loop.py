@@ -12,18 +12,18 @@ from agentrl.recipe.config import load_recipe
 from agentrl.run import parts
 
 recipe = load_recipe(Path(sys.argv[1]), sys.argv[2:])
-rollout, train, model = recipe.rollout, recipe.train, recipe.model
+rollout, train = recipe.rollout, recipe.train
 max_tokens, shard = rollout.max_context_tokens, parts.task_shard(recipe.engine, num_groups=rollout.num_groups)
 with asyncio.Runner() as runner, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
     accelerator = parts.build_accelerator(train)
     env = parts.build_env(recipe.env, runner=runner, seed=recipe.seed)
-    tokenizer = parts.build_tokenizer(model, env, warmup=recipe.warmup, rollout=rollout, runner=runner)
-    loaded = parts.build_model(model, max_context_tokens=max_tokens, tokenizer=tokenizer)
+    tokenizer = parts.build_tokenizer(recipe.model, env, warmup=recipe.warmup, rollout=rollout, runner=runner)
+    loaded = parts.build_model(recipe.model, max_context_tokens=max_tokens, tokenizer=tokenizer)
     renderer = recipe.chat.build(loaded.tokenizer, name="own")
     on = {"train": train, "device": accelerator.device}
     engine = parts.build_engine(recipe.engine, loaded.model, rollout=rollout, shard=shard, handover=Path(folder), **on)
     stack.callback(lambda: runner.run(engine.close()))
-    policy, _ = parts.build_policy(model, loaded, max_context_tokens=max_tokens, **on)
+    policy, _ = parts.build_policy(recipe.model, loaded, max_context_tokens=max_tokens, **on)
     pool = parts.build_pool(rollout, env, engine=engine, renderer=renderer, shard=shard)
     stack.callback(pool.close)
     learner = parts.build_learner(recipe.loss, policy, train=train, accelerator=accelerator)

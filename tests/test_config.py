@@ -173,7 +173,8 @@ def test_unknown_names_read_well(file: Path) -> None:
         ("train: {betas: [0.9, .nan]}", "train.betas.1: Input should be less than 1 (got nan)"),
         (
             "train: {stop_on: [collapse]}",
-            "train.stop_on.0: Input should be 'alike' or 'cut_off' (got 'collapse'). Did you mean 'train.on_collapse: stop'?",
+            "train.stop_on.0: Input should be 'zero_spread' or 'cut_off' (got 'collapse'). "
+            "Did you mean 'train.on_collapse: stop'?",
         ),
         (
             "rollout: {group_rewards: [{reward: shorter, wieght: 1}]}",

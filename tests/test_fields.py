@@ -1,5 +1,6 @@
 """What `agentrl fields` says, the page and the schema made of it, and what foreign names are answered with."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from pydantic import BaseModel
 
 from agentrl.cli import main
 from agentrl.errors import ConfigError
-from agentrl.recipe import foreign_names
+from agentrl.recipe import config, foreign_names
 from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.recipe.fields import (
     Field,
@@ -24,7 +25,7 @@ from agentrl.recipe.fields import (
     sections,
     type_words,
 )
-from agentrl.recipe.schema import recipe_schema
+from agentrl.recipe.schema import recipe_schema, section_types
 from tests.support.each import each
 
 ROOT = Path(__file__).parents[1]
@@ -150,6 +151,11 @@ def test_the_page_has_a_row_for_every_field() -> None:
 def test_the_schema_is_up_to_date() -> None:
     written = (ROOT / "docs" / "recipe.schema.json").read_text(encoding="utf-8")
     assert json.loads(written) == recipe_schema(sections()), "make fields"
+
+
+def test_the_types_of_sections_are_up_to_date() -> None:
+    written = Path(config.__file__).with_name("sections.pyi").read_text(encoding="utf-8")
+    assert ast.dump(ast.parse(written)) == ast.dump(ast.parse(section_types())), "make fields"
 
 
 @each("path", RECIPES)

@@ -44,7 +44,7 @@ def make_run(path: Path, scheme: str) -> RunFolder:
     folder.add_rollouts(STEPS, members("train/000001"))
     folder.add_evaluation(members("eval/000000"), EvaluationNote(step=STEPS, settings=settings_of(config)))
     note_panels(folder, {"eval/": Panel(tasks=("a", "b"), temperature=1.0, samples=1)})
-    folder.add_warning(Told(step=1, name="alike", words="nothing was learned"))
+    folder.add_warning(Told(step=1, name="zero_spread", words="nothing was learned"))
     train_tokenizer([], vocab_size=261).save_pretrained(folder.tokenizer)
     return folder
 

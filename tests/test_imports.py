@@ -115,6 +115,7 @@ def test_a_public_name_is_the_one_of_its_home() -> None:
         found = getattr(agentrl, name)
         assert found is getattr(sys.modules[agentrl._HOME[name]], name), name
         assert name in dir(agentrl)
+    assert not {"importlib", "os", "Any"} & set(dir(agentrl))
 
 
 def test_all_lists_every_public_name_once() -> None:

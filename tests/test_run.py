@@ -88,11 +88,11 @@ def test_updates_of_a_mixture_take_the_experts_that_the_engine_chose(mode: str, 
         rollout={"mode": mode, "max_turns": 3},
     )
     folder, (_, first, second) = train(settings)
-    assert (first["moe/told"], first["moe/unlike_engine"]) == (1, 0)
-    assert second["moe/told"] == 1
+    assert (first["moe/replayed"], first["moe/unlike_engine"]) == (1, 0)
+    assert second["moe/replayed"] == 1
     # What a kill leaves of episodes under way is without experts, which no file holds.
     resumed = settings.model_copy(update={"train": settings.train.model_copy(update={"steps": 6})})
-    told = [row["moe/told"] for row in train(resumed, folder)[1] if row["step"] > 2]
+    told = [row["moe/replayed"] for row in train(resumed, folder)[1] if row["step"] > 2]
     assert len(told) == 4
     assert told[-1] == 1
     assert mode != "partial" or told[0] < 1
@@ -354,7 +354,7 @@ def test_a_run_that_learns_nothing_says_so_once_and_ends_where_the_recipe_wants_
     told: list[str] = []
 
     def go(folder: RunFolder | None, **others: Any) -> RunFolder:
-        settings = {"steps": 10, "checkpoint_every": 3, "stop_on": ["alike"], **others}
+        settings = {"steps": 10, "checkpoint_every": 3, "stop_on": ["zero_spread"], **others}
         mute = recipe(tmp_path, env={"id": "tests.test_run:Mute"}, rollout={"max_turn_tokens": 200}, train=settings)
         return train(mute, folder, on_warning=told.append)[0]
 
@@ -365,7 +365,7 @@ def test_a_run_that_learns_nothing_says_so_once_and_ends_where_the_recipe_wants_
     assert not [words for words in told if "nothing was learned" in words]  # the error says it
     folder = RunFolder(tmp_path / "run")
     assert f"agentrl train {folder.path} --train.stop_on '[]'" in str(caught.value)
-    assert [row["health/alike"] for row in folder.metrics()[1:]] == [0.0] * 7 + [1.0]
+    assert [row["health/zero_spread"] for row in folder.metrics()[1:]] == [0.0] * 7 + [1.0]
     assert checkpoints(folder.checkpoints)[-1].name == "step-000006"
     told.clear()
     rows = go(folder, stop_on=[]).metrics()

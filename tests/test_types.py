@@ -175,3 +175,10 @@ def test_experts_go_to_other_processes_and_into_no_file() -> None:
     (row,) = TURNS.dump_python((told,), mode="json")
     assert "experts" not in row
     assert TURNS.validate_python([row | {"experts": "AP8="}]) == (replace(told, experts=b""),)
+
+
+def test_a_turn_and_a_trajectory_are_a_line_for_people() -> None:
+    two = trajectory(turn(5, 6, reward=1.0), turn(7))
+    assert repr(two) == "<Trajectory g/0 of e: 2 turns, 3 sampled tokens, reward 1, terminated>"
+    assert repr(two.turns[0]) == "<Turn: 1 observed and 2 sampled tokens, reward 1>"
+    assert repr(trajectory()).endswith("0 sampled tokens, failed: None>")

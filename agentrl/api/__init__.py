@@ -1,1 +1,1 @@
-"""What scripts and notebooks call, and the command line too: train, evaluate, play."""
+"""Train, evaluate and play from scripts and notebooks; the command line calls these too."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from agentrl.api.target import (
     Target,
@@ -26,14 +26,17 @@ from agentrl.run.checkpoint import load_weights
 from agentrl.run.evaluate import evaluate as evaluate_parts
 from agentrl.run.start import reuse_environments
 
+if TYPE_CHECKING:
+    from agentrl.recipe.sections import ModelSection, Sections
+
 
 def evaluate(
     target: Target = None,
     *,
     env: Any = None,
-    model: str | Path | dict[str, Any] | None = None,
+    model: "str | Path | ModelSection | Mapping[str, Any] | None" = None,
     overrides: Sequence[str] = (),
-    **others: Any,
+    **others: "Unpack[Sections]",
 ) -> Evaluation:
     """Play the evaluation tasks; return the metrics and every episode, group by group.
 
@@ -67,8 +70,8 @@ def evaluated(
 ) -> tuple[dict[str, Evaluation], Path | None]:
     """Play the evaluation tasks of each environment.
 
-    Returns: what was found, by the prefix of its metrics; and the file of the run's folder that holds its rollouts. None: there
-    is no run, nothing is kept, or the disk would not take them, which is told.
+    Returns: the figures, by the prefix of its metrics; and the file of the run's folder that holds its rollouts. None: there
+    is no run, nothing is kept, or the disk is full, which is logged.
 
     Args:
         recipe: names model, environments and tasks.

@@ -34,13 +34,13 @@ class Played:
     messages: list[Message]
     """The dialogue, actions among it."""
     rewards: list[float]
-    """Of each turn."""
+    """Reward of each turn."""
     is_over: bool
-    """False where the limit of turns ended it."""
+    """False if the limit of turns ended it."""
     success: bool
     """Whether the environment said so at the end."""
     score: float
-    """From 0 to 1; 0 where the environment gave none."""
+    """From 0 to 1; 0 if the environment gave none."""
 
     def __str__(self) -> str:
         """Write the dialogue out, a message a line."""
@@ -112,7 +112,7 @@ def play(
 
     Raises:
         UserError: for what cannot be carried out.
-        EnvironmentFailure: where the endpoint does not answer, or the environment fails.
+        EnvironmentFailure: if the endpoint does not answer, or the environment fails.
     """
     look_for_modules_here(model)
     if endpoint is None:

@@ -1,8 +1,6 @@
-"""What a command or a function is told to work on: a recipe, or the folder of a run.
+"""Target of a command or a function: a recipe, or the folder of a run.
 
-What a notebook needs: an event loop already runs there, and its output is no terminal.
-
-What a script hands in where a recipe has names: classes, functions and sections, as a recipe writes them down.
+Scripts may hand in classes, functions and sections in place of names; notebooks have an event loop and no terminal.
 """
 
 import asyncio
@@ -120,7 +118,7 @@ _SHIPPED = (_PACKAGE / "recipes", _PACKAGE.parent / "examples")
 def load(
     target: Target, overrides: Sequence[str] = (), *, changes: Mapping[str, Any] | None = None
 ) -> "tuple[Recipe, Path | None]":
-    """Return the recipe, and the run's folder where `target` is one; what is laid over it is told in `load_recipe`.
+    """Return the recipe, and the run's folder if `target` is one; `load_recipe` lists what is laid over it.
 
     Raises:
         ConfigError: for a target that is none of these, and whatever `load_recipe` refuses.
@@ -218,7 +216,7 @@ def _check_alone(config: Path) -> None:
 
 
 def tokenizer_of(run_dir: Path | None) -> Path | None:
-    """Return the folder of a run's tokenizer, where there is one yet."""
+    """Return the folder of a run's tokenizer, if there is one yet."""
     folder = run_dir / "tokenizer" if run_dir else None
     return folder if folder and folder.is_dir() else None
 

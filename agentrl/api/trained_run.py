@@ -1,6 +1,7 @@
 """A run, as Python sees it: everything is read from its folder, so that it is the same for one of yesterday."""
 
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ class TrainedRun:
     """A run's folder: `agentrl.train` returns one, and `agentrl.TrainedRun(path)` opens any.
 
     Raises:
-        ConfigError: where the folder is none of a run.
+        ConfigError: if the folder is none of a run.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -31,9 +32,19 @@ class TrainedRun:
     def __repr__(self) -> str:
         return f"TrainedRun({str(self.path)!r})"
 
+    def _repr_html_(self) -> str:
+        """Return its folder and the main metrics, first and last, as a notebook shows them."""
+        rows = self.metrics
+        lines = ""
+        for name in shown(rows):
+            values = [row[name] for row in rows if name in row]
+            lines += f"<tr><td>{escape(name)}</td><td>{values[0]:.3g}</td><td>{values[-1]:.3g}</td></tr>"
+        head = f"<tr><th>{max(len(rows) - 1, 0)} steps</th><th>first</th><th>last</th></tr>"
+        return f"<code>{escape(str(self.path))}</code><table>{head}{lines}</table>"
+
     @property
     def recipe(self) -> Recipe:
-        """What was trained, every field."""
+        """Return the recipe that was trained, every field."""
         return load(self.path)[0]
 
     @property
@@ -45,7 +56,7 @@ class TrainedRun:
         """Return the metrics as a pandas data frame, a row for each step.
 
         Raises:
-            UserError: where pandas is not installed.
+            UserError: if pandas is not installed.
         """
         try:
             import pandas as pd
@@ -60,7 +71,7 @@ class TrainedRun:
             step: of the run; None: the newest that has rollouts.
 
         Raises:
-            ConfigError: where there are none.
+            ConfigError: if there are none.
         """
         files = {int(path.stem.removeprefix("step-")): path for path in self._folder.rollouts()}
         if step is None and files:
@@ -86,10 +97,10 @@ class TrainedRun:
         Args:
             folder: to make.
             push: upload it to the Hugging Face Hub as well: `OWNER/NAME`.
-            private: with `push`, where others do not see it.
+            private: with `push`, if others do not see it.
 
         Raises:
-            ConfigError: where the run has no checkpoint, or the folder is not free; or it cannot be uploaded, and stays.
+            ConfigError: if the run has no checkpoint, or the folder is not free; or it cannot be uploaded, and stays.
         """
         from agentrl.report import card as hub
         from agentrl.run.export import export
@@ -114,7 +125,7 @@ class TrainedRun:
             *names: of metrics; none: reward, success, entropy and the clipped share.
 
         Raises:
-            UserError: where matplotlib is not installed, or the run has no such metric.
+            UserError: if matplotlib is not installed, or the run has no such metric.
         """
         rows = self.metrics
         return draw(rows, list(names) or shown(rows))

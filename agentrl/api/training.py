@@ -1,7 +1,4 @@
-"""Training, from a script, a notebook or the command line: what is checked before, told meanwhile, and left behind.
-
-How a run shows itself in a terminal while it trains, and at its end.
-"""
+"""Training from a script, a notebook or the command line: checks before it, its lines in the terminal, and its end."""
 
 import datetime as dt
 import json
@@ -9,11 +6,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from rich.table import Table
 
@@ -41,6 +38,9 @@ from agentrl.run import loop
 from agentrl.run.build import build
 from agentrl.run.checkpoint import CollapsedError, go_back
 from agentrl.run.launch import USER_MISTAKE
+
+if TYPE_CHECKING:
+    from agentrl.recipe.sections import ModelSection, Sections
 
 
 @contextmanager
@@ -149,20 +149,20 @@ def _note(metrics: dict[str, float]) -> str:
 
 
 OnStep = Callable[[dict[str, float]], object]
-"""Told the metrics of a step, with its number as `step`."""
+"""Callback that gets the metrics of each step, with its number as `step`."""
 
 
 def train(
     recipe: Target = None,
     *,
     env: Any = None,
-    model: str | Path | dict[str, Any] | None = None,
+    model: "str | Path | ModelSection | Mapping[str, Any] | None" = None,
     credit: Any = None,
     on_step: OnStep | None = None,
     processes: int = 1,
     overrides: Sequence[str] = (),
     quiet: bool = False,
-    **others: Any,
+    **others: "Unpack[Sections]",
 ) -> TrainedRun:
     """Train a recipe, or resume a run; return what it came to. It may be interrupted at any time, and resumed.
 
@@ -185,7 +185,7 @@ def train(
 
     Raises:
         UserError: for what cannot be carried out, naming the field and the fix.
-        AgentRLError: where the run fails.
+        AgentRLError: if the run fails.
     """
     if registry.importing:
         raise UserError(
@@ -212,7 +212,7 @@ def with_run_dir(recipe: Recipe, run_dir: Path | None, *, name: str, is_main: bo
         is_main: False for a process that leaves the checks to another.
 
     Raises:
-        ConfigError: where a run cannot begin there, or has more steps behind it than the recipe has.
+        ConfigError: if a run cannot begin there, or has more steps behind it than the recipe has.
     """
     if recipe.run_dir is None:
         first = f"{name}-{dt.datetime.now():%Y%m%d-%H%M%S}"  # local time: a name for a person
@@ -247,8 +247,8 @@ def run(
         recipe: to train, with the run's folder.
         run_dir: of the run that is resumed; None: it begins.
         console: prints.
-        on_step: told the metrics of each step.
-        is_main: False for a process that tells only what it alone has found.
+        on_step: gets the metrics of each step.
+        is_main: False for a rank that prints only what it alone has found.
         verbose: print what each step shows.
     """
     assert recipe.run_dir is not None, "see `with_run_dir`"
@@ -344,8 +344,8 @@ def _launch(
                 launcher.communicate()
                 raise
     if status == USER_MISTAKE:
-        raise UserError("the processes ended with what is told above")
+        raise UserError("the ranks ended with what is printed above")
     if status:
-        raise TrainingError(f"the processes ended with exit status {status}; what they told is above")
+        raise TrainingError(f"the processes ended with exit status {status}; what they printed is above")
     assert recipe.run_dir is not None, "it was named above"
     return TrainedRun(recipe.run_dir)

@@ -13,7 +13,7 @@ from agentrl.errors import RendererError
 
 
 class AutoConfig(TemplateConfig):
-    """What is proven to fit the tokenizer: a renderer of the package `renderers`, the chat template; without one, ChatML."""
+    """Renderer that is proven to fit the tokenizer: of the package `renderers`, else the chat template, else ChatML."""
 
     renderer: str = "auto"
 

@@ -1,7 +1,4 @@
-"""A Hugging Face chat template, given its messages in the shape that it expects.
-
-Where an assistant's turn ends in a chat template, and what the template adds after it.
-"""
+"""A Hugging Face chat template, its messages in the shape that it expects, and the end of an assistant's turn in it."""
 
 import datetime as dt
 import json
@@ -30,7 +27,7 @@ USER: Message = {"role": "user", "content": "Hello."}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a template expects of its messages; families differ."""
+    """Messages that a template expects; families differ."""
 
     parts: bool = False
     """Content is a list of parts, each a mapping with its type."""
@@ -43,7 +40,7 @@ class Shape:
     developer: bool = True
     """There is a developer message. False: it is a system message."""
     later: frozenset[str] = _SETTING
-    """Of these roles, those whose messages stand where they are said once the dialogue has begun. Some families move them to
+    """Those of these roles whose messages stay in their place once the dialogue has begun. Some families move them to
     the beginning or leave them out: their text opens the next user message."""
 
 
@@ -203,14 +200,14 @@ class ChatTemplate:
         return shape
 
     def _holds(self, messages: Sequence[Message], shape: Shape) -> bool:
-        """Tell whether the template renders the probe that some message holds."""
+        """Return whether the template renders the probe that some message holds."""
         try:
             return PROBE in self.render(messages, shape=shape)
         except RendererError:
             return False
 
     def _stands(self, role: str, shape: Shape) -> bool:
-        """Tell whether what this role says once the dialogue has begun follows a turn, which ends as it does for a user."""
+        """Return whether what this role says once the dialogue has begun follows a turn, which ends as it does for a user."""
         control = set(self._encoder.control_tokens.values())
         said: Message = {"role": "assistant", "content": _SAID}
 
@@ -303,9 +300,9 @@ class TurnEnd:
     """The one token that ends an assistant's turn."""
 
     stop_id: int
-    """What is sampled."""
+    """Token that is sampled."""
     closing_id: int
-    """What stands in its place once the dialogue has moved on; in most families the same."""
+    """Token in its place once the dialogue has moved on; in most families the same."""
     is_written: bool
     """The template writes it where the turn is the last. False: what opens the next turn ends this one."""
 
@@ -324,18 +321,18 @@ class Turns:
         self.first = template.render([USER], prompt=True)
         """A first context."""
         self.said = self._end(says(PROBE), [USER])
-        """Of a turn without calls."""
+        """End of a turn without calls."""
         self.parallel = self._count([USER, says("", *_calls(2))], PROBE) == 2
         """A turn may hold several calls."""
         self.called: TurnEnd | None = None
-        """Of a turn with calls. None: the template writes none, or no replies to them."""
+        """End of a turn with calls. None: the template writes none, or no replies to them."""
         stand_in, replies = says("", *_calls(1)), answers(1)
         if self._count([USER, stand_in], PROBE) and self._count([USER, stand_in, *replies], replies[0]["content"]):
             self.called = self._end(stand_in, replies)
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """How the tokens that end a turn are spelled."""
+        """Return the spelling of the tokens that end a turn."""
         return tuple(self._control[end.stop_id] for end in (self.said, self.called) if end)
 
     def extension(self, replies: Sequence[Message]) -> tuple[int, ...]:
@@ -357,7 +354,7 @@ class Turns:
         """Return the text of a turn as it is sampled, without the token that ends it.
 
         Raises:
-            RendererError: where the template leaves out a part of it.
+            RendererError: if the template leaves out a part of it.
         """
         end, calls = self.end_of(message), message.get("tool_calls") or []
         text = self._beyond_prompt(message)
@@ -383,7 +380,7 @@ class Turns:
         return whole[common:]
 
     def _count(self, messages: Sequence[Message], text: str) -> int:
-        """Return how often a dialogue holds a text; 0 where it cannot be rendered."""
+        """Return how often a dialogue holds a text; 0 if it cannot be rendered."""
         try:
             return self._template.render(messages).count(text)
         except RendererError:

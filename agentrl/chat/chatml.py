@@ -77,7 +77,7 @@ class ChatMLRenderer:
 
     @property
     def thinking(self) -> Thinking:
-        """Which thoughts of earlier turns a context holds."""
+        """Return which thoughts of earlier turns a context holds."""
         return self._thinking
 
     def describe(self) -> Description:

@@ -15,7 +15,7 @@ class TurnTokens:
     """The tokens of one turn, as a policy reads and samples them."""
 
     observation_ids: tuple[int, ...]
-    """What was added before the action; the whole context where `extends` is False."""
+    """Tokens added before the action; the whole context if `extends` is False."""
     extends: bool
     """False: history was rewritten, and a new context begins."""
     action_ids: tuple[int, ...]
@@ -31,21 +31,21 @@ class Dialogue:
     """
 
     history: tuple[Message, ...]
-    """What was said so far, by all."""
+    """Messages so far, of all roles."""
     num_opening: int
-    """How many of these messages were said before the first action."""
+    """Number of these messages before the first action."""
     observation: tuple[Message, ...]
-    """What was said since the last action."""
+    """Messages since the last action."""
     tools: Tools
     """JSON schemas of the tools that the policy may call."""
     context_ids: tuple[int, ...]
     """The whole context of the next action, the generation prompt included."""
     observation_ids: tuple[int, ...]
-    """What the observation added to it; all of it where history was rewritten."""
+    """Tokens that the observation added; all of the context if history was rewritten."""
     extends: bool = True
     """False: history was rewritten, and the context does not begin with the one before it."""
     view: HistoryConfig = _ALL
-    """How much of the history a context shows."""
+    """Part of the history that a context shows."""
 
     @classmethod
     def begin(

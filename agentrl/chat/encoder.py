@@ -22,7 +22,7 @@ _COMPOSED = 4
 
 
 class Encoder:
-    """What a tokenizer makes of text: without truncation and padding, and nothing added.
+    """Encode text with a tokenizer: without truncation and padding, and nothing added.
 
     It has the tokenizer to itself, since one that is changed while another thread encodes raises "Already borrowed"; and
     the work is done in Rust, without Python's lock, so that other threads run meanwhile. A tokenizer that is no Rust one, or
@@ -104,7 +104,7 @@ class Encoder:
         return rendered.replace(_ESCAPED, MARK)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of sampled tokens; where other tokens spell a control token in letters, it is marked.
+        """Return the text of sampled tokens; if other tokens spell a control token in letters, it is marked.
 
         What was sampled in letters is then none of a form's tags: it neither ends a call nor begins one.
         """
@@ -187,7 +187,7 @@ _PROBE = "<|im_start|>user\nWhat's 12 + 3?\n\n  <s>é\u0301 世界 \U0001f600</s
 
 
 def _steers(token: Any, text: str, spelled: str) -> bool:
-    """Tell whether an added token is a control token, and none of the words or spaces that some vocabularies add."""
+    """Return whether an added token is a control token, and none of the words or spaces that some vocabularies add."""
     return len(text.strip()) > 1 and (token.special or text in spelled)
 
 

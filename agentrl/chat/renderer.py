@@ -1,12 +1,6 @@
-"""The seam between messages and tokens.
+"""Seam between messages and tokens, and the recipe's section `chat`.
 
-What becomes of thoughts once they were thought: which of them later contexts still hold.
-
-How much of earlier turns a context still shows.
-
-What a renderer says of itself, to people: before a run, and in `agentrl chat`.
-
-What a recipe says of the dialogue, whichever form it is written in.
+`HistoryConfig` and `Thinking` decide how much of earlier turns, and which of their thoughts, a context still shows.
 """
 
 from abc import abstractmethod
@@ -36,7 +30,7 @@ def without_dropped(messages: Sequence[Message], thinking: Thinking) -> list[Mes
 
 
 def drops_thoughts(history: Sequence[Message], replies: Sequence[Message], thinking: Thinking) -> bool:
-    """Tell whether a thought that stands in the context of `history` is gone once `replies` are heard.
+    """Return whether a thought that stands in the context of `history` is gone once `replies` are added.
 
     The history is then rewritten: the next turn begins a segment of its own.
     """
@@ -60,13 +54,13 @@ def _plain(message: Message) -> Message:
 
 
 LEFT_OUT = "(an earlier result, left out)"
-"""What stands in the place of a tool result that is no longer shown."""
+"""Text in the place of a tool result that is no longer shown."""
 
 
 class HistoryConfig(BaseModel):
-    """What the next context shows of what was said before. The opening and the replies to the last action are always shown.
+    """History that the next context shows. The opening and the replies to the last action are always shown.
 
-    Where less is shown than before, history is rewritten: the turn that follows begins a segment of its own.
+    If less is shown than before, history is rewritten: the turn that follows begins a segment of its own.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -78,7 +72,7 @@ class HistoryConfig(BaseModel):
 
     @property
     def rewrites(self) -> bool:
-        """Tell whether history may be rewritten."""
+        """Return whether history may be rewritten."""
         return self != HistoryConfig()
 
     def shown(self, messages: Sequence[Message], *, num_opening: int) -> list[Message]:
@@ -102,12 +96,12 @@ class HistoryConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """How a renderer writes dialogues, in words."""
+    """Description of how a renderer writes dialogues."""
 
     facts: dict[str, str]
-    """What it does, by subject: calls, thoughts, system messages, ..."""
+    """Behaviour by subject: calls, thoughts, system messages, ..."""
     notes: tuple[str, ...] = ()
-    """What a run says once when it begins, because somebody would be surprised."""
+    """Lines that a run prints once when it begins, because somebody would be surprised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +130,7 @@ Tools = Sequence[dict[str, Any]]
 class Renderer(Protocol):
     """Turns messages into the tokens a model reads, and sampled tokens into a message.
 
-    `start` and `extend` are called from many threads at once. A method `describe() -> Description`, where there is one, tells
+    `start` and `extend` are called from many threads at once. A method `describe() -> Description`, if there is one, tells
     `agentrl chat` what there is to say, and what a run says when it begins.
     """
 
@@ -153,7 +147,7 @@ class Renderer(Protocol):
 
     @property
     def thinking(self) -> Thinking:
-        """Which thoughts of earlier turns a context holds. Where one is dropped, `start` renders what is left."""
+        """Return which thoughts of earlier turns a context holds. If one is dropped, `start` renders what is left."""
 
     def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
         """Return a whole context, from the first message to the generation prompt."""
@@ -180,7 +174,7 @@ class Renderer(Protocol):
 
 
 class RendererConfig(Plugin):
-    """How messages become tokens; the fields of the renderer that it names stand beside the name."""
+    """Renderer: messages to tokens; the fields of the renderer that it names stand beside the name."""
 
     seam = Seam("agentrl.renderers", "chat", "renderer")
 
@@ -243,8 +237,8 @@ class DialogueConfig(RendererConfig):
     system: str | None = None
     """A system prompt. Where the environment has one of its own, it follows after a blank line."""
     thinking: Thinking | None = None
-    """Which thoughts of earlier turns a context holds. `keep`: all; the context grows and nothing is rewritten.
-    `drop_at_user`: those since a user last spoke. `drop`: none. Where one is dropped, history is rewritten, and the turn
+    """Thoughts of earlier turns that a context holds. `keep`: all; the context grows and nothing is rewritten.
+    `drop_at_user`: those since a user last spoke. `drop`: none. If one is dropped, history is rewritten, and the turn
     that follows begins a segment of its own. Null: as the model's family does."""
 
 

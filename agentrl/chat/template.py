@@ -35,9 +35,10 @@ class TemplateConfig(DialogueConfig):
     template: Path | None = None
     """A file with a chat template (Jinja), in place of the tokenizer's own."""
     template_variables: dict[str, Any] = Field(default_factory=dict)
-    """What the template is told beside the messages, fixed for the run: `enable_thinking: false`, `reasoning_effort: low`."""
+    """Variables passed to the template beside the messages, fixed for the run: `enable_thinking: false`,
+    `reasoning_effort: low`."""
     date: dt.date = dt.date(2026, 1, 1)
-    """What a chat template that asks for the time (`strftime_now`) is told: midnight of this day. Fixed, so that a dialogue
+    """Day whose midnight a chat template gets that asks for the time (`strftime_now`). Fixed, so that a dialogue
     is the same tokens on every day of a run, after a restart, and in the next run of the recipe."""
 
     def build(self, tokenizer: Any, *, name: str = "") -> Renderer:
@@ -109,7 +110,7 @@ class TemplateRenderer:
 
     @property
     def thinking(self) -> Thinking:
-        """Which thoughts of earlier turns a context holds."""
+        """Return which thoughts of earlier turns a context holds."""
         return self._thinking
 
     def describe(self) -> Description:
@@ -128,7 +129,7 @@ class TemplateRenderer:
         """Return a whole context.
 
         Raises:
-            RendererError: where there are tools and the template cannot be used with any.
+            RendererError: if there are tools and the template cannot be used with any.
         """
         if tools and self.facts.no_tools:
             raise RendererError(
@@ -144,7 +145,7 @@ class TemplateRenderer:
         action_ids: Sequence[int],
         messages: Sequence[Message],
     ) -> tuple[int, ...] | None:
-        """Return the tokens to append, or None where the template rewrites history."""
+        """Return the tokens to append, or None if the template rewrites history."""
         if any(message["role"] in self.facts.rewrites for message in messages):
             return None
         ids = self.turns.extension(messages)
@@ -165,7 +166,7 @@ class TemplateRenderer:
         """Return an assistant message as an action.
 
         Raises:
-            RendererError: where the template cannot write it so that it would be read again.
+            RendererError: if the template cannot write it so that it would be read again.
         """
         is_lost = message.get("tool_calls") and message.get("content") and not self.facts.text_beside_calls
         if is_lost or (message.get("reasoning_content") and not self.facts.thoughts):

@@ -22,7 +22,7 @@ def load_tokenizer(folder: Path) -> Any:
     """Read a tokenizer that was trained here, from the folder of its run.
 
     Raises:
-        ConfigError: where it is not what was written.
+        ConfigError: if it is not what was written.
     """
     what = damage(folder)
     try:

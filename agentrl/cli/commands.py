@@ -45,7 +45,7 @@ class Commands:
 
         Args:
             name: of the command.
-            run: carries it out, told the options and, with `overrides`, what the parser does not know.
+            run: carries it out, given the options and, with `overrides`, what the parser does not know.
             words: what it does.
             overrides: fields of the recipe, or of something else, can be given as options.
         """

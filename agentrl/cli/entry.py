@@ -1,7 +1,4 @@
-"""`agentrl COMMAND ...`: what every command has in common.
-
-How commands end: what is told of an error, and the exit status.
-"""
+"""Entry of `agentrl COMMAND ...`: options of every command, messages of errors, exit statuses."""
 
 import argparse
 import errno
@@ -28,7 +25,7 @@ def exits(run_dir: Path | None = None) -> Iterator[None]:
     """End a command with 2 for what the user can mend (a mistake, a full disk), 1 for failures, 130 where it is interrupted.
 
     Args:
-        run_dir: of the run under way: if it has begun, it is told how to resume it. None: there is no run.
+        run_dir: of the run under way: if it has begun, the command that resumes it is printed. None: there is no run.
     """
     name = f"agentrl, process {rank()} of {world_size()}" if world_size() > 1 else "agentrl"
     console = Console(stderr=True, soft_wrap=True)
@@ -58,7 +55,7 @@ def exits(run_dir: Path | None = None) -> Iterator[None]:
 
 
 def _is_unread() -> bool:
-    """Tell whether who read our output has gone, as `head` does; what is still to be written goes nowhere."""
+    """Return whether who read our output has gone, as `head` does; what is still to be written goes nowhere."""
     if not hasattr(select, "poll"):
         return False
     output = select.poll()

@@ -100,7 +100,7 @@ def _play(options: argparse.Namespace, rest: list[str]) -> None:
     with environment_failures():
         env = recipe.env.make()
         task = nth_task(env, options.split, options.task, seed=recipe.seed)
-    with _telling(env) as console:
+    with _printing_traceback(env) as console:
         for line in play(env, task, _ask):
             console.print(line)
 
@@ -148,15 +148,15 @@ def _replay(options: argparse.Namespace, _: list[str]) -> None:
 
     record = find(options.target, options.episode)
     env = recipe.env.make(record.stage)
-    with _telling(env) as console:
+    with _printing_traceback(env) as console:
         for line in replay(env, record):
             console.print(line)
     console.print(Text(f"It was recorded to end like this: {record.stop_reason} {record.error or ''}", "dim"))
 
 
 @contextmanager
-def _telling(env: "Env") -> Iterator[Console]:
-    """Close an environment in the end; where it raises, print the traceback and exit with 1."""
+def _printing_traceback(env: "Env") -> Iterator[Console]:
+    """Close an environment in the end; if it raises, print the traceback and exit with 1."""
     from agentrl.data.plain import words_of
     from agentrl.env import close_env
     from agentrl.rollout.faults import describe_fault

@@ -27,16 +27,21 @@ def add(commands: Commands) -> None:
     form = fields.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="as a page (docs/fields.md)")
     form.add_argument("--json-schema", action="store_true", help="of a recipe, for editors (docs/recipe.schema.json)")
+    form.add_argument("--types", action="store_true", help="of sections in Python (agentrl/recipe/sections.pyi)")
 
 
 def _fields(options: argparse.Namespace, _: list[str]) -> None:
     from agentrl.recipe.fields import page, sections
-    from agentrl.recipe.schema import recipe_schema
+    from agentrl.recipe.schema import recipe_schema, section_types
 
-    if options.what and (options.markdown or options.json_schema):
-        raise ConfigError(f"{options.what}: --markdown and --json-schema are of the whole recipe; leave it out")
+    if options.what and (options.markdown or options.json_schema or options.types):
+        raise ConfigError(
+            f"{options.what}: --markdown, --json-schema and --types are of the whole recipe; leave it out"
+        )
     if options.json_schema:
         print(json.dumps(recipe_schema(sections()), indent=1))
+    elif options.types:
+        print(section_types(), end="")
     elif options.markdown:
         print(page(sections()), end="")
     else:
@@ -49,7 +54,7 @@ def _found(what: str) -> "list[tuple[Section, tuple[Field, ...]]]":
     """Return the sections that are asked for, each with the fields that are.
 
     Raises:
-        ConfigError: where there is nothing of this name.
+        ConfigError: if there is nothing of this name.
     """
     from agentrl.recipe.fields import find, sections
 

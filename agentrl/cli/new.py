@@ -1,9 +1,4 @@
-"""`agentrl new`.
-
-An environment to begin with, its test, and a recipe that trains it.
-
-A recipe to begin with: limits that fit its environment, and what each field is in a comment.
-"""
+"""`agentrl new`: an environment to begin with, its test, and a recipe that trains it, each field with a comment."""
 
 import argparse
 import json
@@ -64,19 +59,19 @@ def write_new_env(name: str, folder: Path) -> str:
 SCHEMA = "recipe.schema.json"
 _TASKS, _MAX_TURNS = 8, 60
 _CHARS_A_TOKEN = 2
-"""Of a tokenizer that is trained on the environment's own dialogues: at least so many, as a rule."""
+"""Characters per token of a tokenizer trained on the environment's own dialogues: at least so many, as a rule."""
 
 Data = dict[str, Any]
 
 
-class _Seen(NamedTuple):
-    """What a few episodes of the environment's oracle were like."""
+class _Sizes(NamedTuple):
+    """Sizes of a few episodes of the environment's oracle."""
 
     turns: int
     action_chars: int
-    """Of the longest action."""
+    """Length of the longest action."""
     chars: int
-    """Of the longest episode, with the schemas of tools."""
+    """Length of the longest episode, with the schemas of tools."""
     has_oracle: bool
 
 
@@ -120,8 +115,8 @@ def _of_env(overrides: Sequence[str]) -> list[str]:
     return kept
 
 
-def _look(env: Env) -> _Seen:
-    """Let the oracle play a few tasks, where there is one; else look at their beginnings."""
+def _look(env: Env) -> _Sizes:
+    """Let the oracle play a few tasks, if there is one; else look at their beginnings."""
     base = base_env(env)
     described = describe(base)
     tasks, num = Tasks(seed=0, num=described.num_tasks), described.num_tasks.train
@@ -141,10 +136,10 @@ def _look(env: Env) -> _Seen:
             if reply.terminated or reply.truncated:
                 break
         chars = max(chars, sum(map(_length, said)))
-    return _Seen(turns, action_chars, chars + len(json.dumps(described.tools)), has_oracle)
+    return _Sizes(turns, action_chars, chars + len(json.dumps(described.tools)), has_oracle)
 
 
-def _proposed(env: str, model: str | None, seen: _Seen) -> Data:
+def _proposed(env: str, model: str | None, seen: _Sizes) -> Data:
     max_turns = seen.turns + math.ceil(seen.turns / 2) if seen.has_oracle else 8
     if model is not None:
         rollout = {

@@ -42,7 +42,7 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _launch(options: argparse.Namespace, rest: list[str]) -> None:
-    # What can be checked now is told once, and with the exit status of a mistake.
+    # What can be checked now is reported once, and with the exit status of a mistake.
     launch.check(options)
     recipe, run_dir = load(options.target, rest)
     from agentrl.distributed.checkpoints import checkpoint_errors, checkpoints

@@ -1,4 +1,4 @@
-"""What runs of several recipes over seeds say of the recipes: levels, paired differences, and how far to believe them."""
+"""Comparison of recipes by their runs over seeds: levels, paired differences, and their uncertainty."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,11 +37,11 @@ class Level(BaseModel):
     """None: one seed, or seeds without spread."""
     high: float | None
     p: float | None = None
-    """Of differences: how often one as large comes by chance where there is none."""
+    """p value of a difference: how often one as large comes by chance if there is none."""
 
 
 class Arm(BaseModel):
-    """What the runs of one recipe came to."""
+    """Result of the runs of one recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -78,7 +78,7 @@ class Difference(BaseModel):
     area: Level | None
     steps: Level | None
     sd: float | None
-    """Of the differences of `final`."""
+    """Standard deviation of the differences of `final`."""
     seen: float | None
     """The smallest true difference that so many seeds show in four of five such comparisons, with this spread."""
     seeds_needed: int | None
@@ -94,14 +94,14 @@ class Comparison(BaseModel):
     steps: list[int]
     """Evaluated in all runs; the last one is where `final` is taken."""
     panel: str | None
-    """Hash of the evaluation tasks; None where seeds have others, or they are not known."""
+    """Hash of the evaluation tasks; None if seeds have others, or they are not known."""
     num_tasks: int | None
     threshold: float
     effect: float
     arms: list[Arm]
     differences: list[Difference]
     notes: list[str]
-    """What to know before believing it."""
+    """Caveats."""
 
 
 def compare(
@@ -120,11 +120,11 @@ def compare(
         metric: their name.
         controls: of each recipe that has one, the name of its control.
         threshold: of the metric, for steps to it. None: halfway from where all runs begin, on average, to where they end.
-        effect: the difference for which the number of seeds is told.
-        notes: told as well.
+        effect: the difference for which the number of seeds is given.
+        notes: added to the result's.
 
     Raises:
-        ConfigError: where there is nothing that can be compared.
+        ConfigError: if there is nothing that can be compared.
     """
     arms = _by_recipe(curves)
     for (recipe, seed), count in Counter((curve.recipe, curve.seed) for curve in curves).items():

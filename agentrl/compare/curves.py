@@ -1,4 +1,4 @@
-"""What runs have left in their folders, as curves of one metric."""
+"""Curves of one metric, read from the folders of runs."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ class RecordedRun:
     rows: list[dict[str, float]]
     panels: dict[str, Panel]
     sources: dict[str, str]
-    """Of the code that it began with; see `agentrl.report.sources`."""
+    """Hashes of the code that it began with; see `agentrl.report.sources`."""
 
     @property
     def is_finished(self) -> bool:
@@ -42,7 +42,7 @@ class RecordedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """How a run did at each evaluation."""
+    """Metric of a run at each evaluation."""
 
     recipe: str
     """The name of its recipe in this comparison."""
@@ -66,7 +66,7 @@ def read_run(path: Path) -> RecordedRun:
     """Read a run's folder.
 
     Raises:
-        ConfigError: where it is none, or is damaged.
+        ConfigError: if it is none, or is damaged.
     """
     folder = RunFolder.open(path)
     return RecordedRun(
@@ -79,7 +79,7 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def code_notes(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return what to tell of runs that did not begin with the same code, as far as that is known."""
+    """Return notes on runs that did not begin with the same code, as far as that is known."""
     changed = dict.fromkeys(
         module for one, other in combinations(runs, 2) for module in differing(one.sources, other.sources)
     )
@@ -123,7 +123,7 @@ def flat(data: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def is_gain(metric: str) -> bool:
-    """Tell whether more of a metric is better."""
+    """Return whether more of a metric is better."""
     name = metric.rpartition("/")[2]
     return name in _PREFERRED or name.startswith("pass@") or "/reward/" in metric
 
@@ -132,7 +132,7 @@ def choose_metric(runs: Sequence[RecordedRun], asked: str | None) -> str:
     """Return the metric to compare by: the one that was asked for, else `eval/success`, `eval/score` or `eval/reward`.
 
     Raises:
-        ConfigError: where no run has it.
+        ConfigError: if no run has it.
     """
     there = list(dict.fromkeys(name for run in runs for row in run.rows for name in row if name.startswith("eval/")))
     if asked is not None:

@@ -1,7 +1,4 @@
-"""A comparison as one page of HTML: curves with intervals, and the tables of the terminal.
-
-A comparison as tables and sentences for the terminal.
-"""
+"""A comparison of recipes as tables for the terminal, and as one page of HTML with curves and intervals."""
 
 from collections.abc import Iterator, Sequence
 from importlib.resources import files

@@ -1,6 +1,6 @@
-"""Running what is missing: each run a process of its own, as many at once as there are cores or GPUs.
+"""Runs of a comparison: recipes, times the fields that vary, times seeds, each in a folder named by its recipe.
 
-Which runs a comparison needs: recipes, times the fields that vary, times seeds; each in a folder named by its recipe.
+Missing runs are started, each in a process of its own, as many at once as there are cores or GPUs.
 """
 
 import os
@@ -37,7 +37,7 @@ class Arm:
     recipe: Recipe
     """With the first of the seeds."""
     folder: Path
-    """Of its runs; it is named by all that the recipe says, so that the same recipe finds its runs again."""
+    """Folder of its runs; it is named by all of the recipe, so that the same recipe finds its runs again."""
 
     def run(self, seed: int) -> "PlannedRun":
         """Return the run of a seed."""
@@ -58,7 +58,7 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """Return its name."""
         return f"{self.arm.name}, seed {self.seed}"
 
     @property
@@ -67,7 +67,7 @@ class PlannedRun:
         return (self.folder / "config.yaml").is_file()
 
     def recorded(self) -> RecordedRun | None:
-        """Return what it has written so far. None: nothing, or what is damaged, which resuming it tells."""
+        """Return what it has written so far. None: nothing, or what is damaged, which resuming it reports."""
         try:
             return read_run(self.folder) if self.has_begun else None
         except ConfigError:
@@ -176,7 +176,7 @@ def _measured(recipe: Recipe, panel_seed: int) -> Recipe:
 
 
 def _name(stem: str, varied: Mapping[str, str]) -> str:
-    """Name a recipe by its file, where there are several, and by what varies."""
+    """Name a recipe by its file, if there are several, and by what varies."""
     if len(varied) == 1 and not stem:
         return re.sub(r"\s+", " ", next(iter(varied.values())))
     return ", ".join(
@@ -186,7 +186,7 @@ def _name(stem: str, varied: Mapping[str, str]) -> str:
 
 _POLL_S = 0.2
 _END_S = 60.0
-"""How long a run that is interrupted may take to end, in seconds."""
+"""Seconds that a run that is interrupted may take to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ def default_jobs(*, is_cpu: bool) -> int:
 
 
 def is_done(run: PlannedRun) -> bool:
-    """Tell whether nothing of a run is missing."""
+    """Return whether nothing of a run is missing."""
     recorded = run.recorded()
     return recorded is not None and recorded.is_finished
 
@@ -216,16 +216,16 @@ def run_missing(
     on_progress: Callable[[int, int], object] = lambda *_: None,
     on_end: Callable[[PlannedRun, str | None], object] = lambda *_: None,
 ) -> list[Failure]:
-    """Begin or resume each run that is not finished; one that fails is told, and the others go on.
+    """Begin or resume each run that is not finished; one that fails is reported, and the others continue.
 
-    Where a mistake ends a run before it has begun, the recipe's waiting seeds are left out, and told too: they would meet it.
+    If a mistake ends a run before it has begun, the recipe's waiting seeds are left out, and reported: they would meet it.
     What interrupts this interrupts the runs, which the next call resumes from their checkpoints.
 
     Args:
         runs: of the comparison, those of one seed beside one another.
         jobs: how many at once.
-        on_progress: told the steps done, and those in all, now and then.
-        on_end: told each run that ends or is left out, and of one that fails why.
+        on_progress: gets the steps done, and those in all, now and then.
+        on_end: gets each run that ends or is left out, with the reason of a failure.
     """
     waiting = [run for run in runs if not is_done(run)]
     for arm in {run.arm.folder: run.arm for run in waiting}.values():
@@ -334,5 +334,5 @@ def _gpus() -> list[str]:
 def _steps_done(run: PlannedRun) -> int:
     try:
         return RunFolder(run.folder).last_step()
-    except ConfigError:  # what is damaged is told by the run
+    except ConfigError:  # what is damaged is reported by the run
         return 0

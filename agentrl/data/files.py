@@ -33,7 +33,7 @@ _LONG = re.compile(r"\d{20,300}")
 """A bound of a number, as pydantic writes it out."""
 
 MAX_DEPTH = 200
-"""Of lists and mappings within one another, in a file: pydantic writes no more than 255."""
+"""Depth of lists and mappings within one another, in a file: pydantic writes no more than 255."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -93,7 +93,7 @@ def parse(data: bytes | str, kind: TypeAdapter[T], *, where: str, fix: str) -> T
         fix: what the user can do about it.
 
     Raises:
-        ConfigError: where it is no text, no JSON, nested too deep, or of another type.
+        ConfigError: if it is no text, no JSON, nested too deep, or of another type.
     """
     try:
         value = json.loads(data)
@@ -116,7 +116,7 @@ def typed(value: object, kind: TypeAdapter[T], *, where: str, fix: str) -> T:
     """Return what stood in a file, as data of a type; see `parse`.
 
     Raises:
-        ConfigError: where it is of another.
+        ConfigError: if it is of another.
     """
     try:
         return kind.validate_python(value)
@@ -140,7 +140,7 @@ def parse_yaml(text: bytes | str, *, where: str) -> Any:
     """Return what YAML says; `1e-3` is a number, and a key stands once in a mapping.
 
     Raises:
-        ConfigError: where it is no text, no YAML, nested too deep, or repeats itself into more than anyone writes.
+        ConfigError: if it is no text, no YAML, nested too deep, or repeats itself into more than anyone writes.
     """
     try:
         value = yaml.load(text.decode() if isinstance(text, bytes) else text, _Loader)
@@ -168,7 +168,7 @@ def read_bytes(path: Path, *, fix: str) -> bytes:
     """Read a file.
 
     Raises:
-        ConfigError: where it cannot be read, or is no file: a pipe or a device may never end, or never begin.
+        ConfigError: if it cannot be read, or is no file: a pipe or a device may never end, or never begin.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # opening a folder is an error of its own
@@ -187,7 +187,7 @@ def unsealed(line: bytes, *, where: str, fix: str) -> bytes:
     """Return what was sealed.
 
     Raises:
-        ConfigError: where it is something else by now.
+        ConfigError: if it is something else by now.
     """
     checksum, _, rest = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(rest):
@@ -196,7 +196,7 @@ def unsealed(line: bytes, *, where: str, fix: str) -> bytes:
 
 
 def nests_deeper(value: object, limit: int, *, max_values: float = math.inf) -> bool:
-    """Tell whether lists and mappings stand within one another deeper than a limit, or hold more at one depth."""
+    """Return whether lists and mappings stand within one another deeper than a limit, or hold more at one depth."""
     level = [value]
     for _ in range(limit):
         within = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
@@ -216,7 +216,7 @@ def numbered(folder: Path, pattern: str) -> Iterator[tuple[int, Path]]:
         pattern: `step-{}.jsonl`, where `{}` stands for six digits, or more from a million on.
 
     Raises:
-        ConfigError: where something else than a folder stands there.
+        ConfigError: if something else than a folder stands there.
     """
     check_folder(folder)
     before, after = map(re.escape, pattern.split("{}"))
@@ -227,7 +227,7 @@ def numbered(folder: Path, pattern: str) -> Iterator[tuple[int, Path]]:
 
 
 def check_folder(path: Path) -> None:
-    """Raise ConfigError where a folder is to be, and something else stands: a file, or a link that leads nowhere."""
+    """Raise ConfigError if a folder is to be, and something else stands: a file, or a link that leads nowhere."""
     if os.path.lexists(path) and not path.is_dir():
         raise ConfigError(f"{path}: it is no folder; move it away")
 

@@ -1,4 +1,4 @@
-"""What strangers' code and models hand in, made plain where it enters: every file, report and chat template can hold it.
+"""Plain data, made where strangers' code and models hand something in: every file, report and chat template can hold it.
 
 Plain data is None, bool, int, finite float, str without lone surrogates, list, and dict with str keys. It comes out of JSON
 equal to what went in. Inside the boundary nothing checks it again.
@@ -89,7 +89,7 @@ def well_formed(text: str) -> str:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Tell whether a value of plain data is a number."""
+    """Return whether a value of plain data is a number."""
     return isinstance(value, int | float)
 
 

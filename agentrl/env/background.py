@@ -17,9 +17,9 @@ from agentrl.errors import EnvironmentFailure
 log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
-"""How long a cancelled coroutine may take to give way, in seconds."""
+"""Seconds that a cancelled coroutine may take to give way."""
 _LAST_WORK_S = 5.0
-"""How long the end of the process waits for coroutines that it has cancelled, in seconds."""
+"""Seconds that the end of the process waits for coroutines that it has cancelled."""
 _MAX_BLOCKED = 8
 """Loops that are blocked at the same time, beyond which coroutines fail their episodes."""
 
@@ -47,7 +47,7 @@ class _Loop:
         return future
 
     def is_blocked(self) -> bool:
-        """Tell whether it runs nothing for a while."""
+        """Return whether it runs nothing for a while."""
         runs = threading.Event()
         self._loop.call_soon_threadsafe(runs.set)
         return not runs.wait(_GRACE_S)

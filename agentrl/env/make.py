@@ -1,11 +1,4 @@
-"""What a recipe's `env` section names, built.
-
-The recipe's section about the environment.
-
-What an environment says of itself, looked at once.
-
-What to say to an environment of which nothing but its tools is known.
-"""
+"""Environments of a recipe: the section `env`, the environment built from it, and what it offers, looked at once."""
 
 import inspect
 import json
@@ -203,7 +196,7 @@ class StageConfig(BaseModel):
 
 
 class EnvConfig(BaseModel):
-    """Which environment the agent lives in."""
+    """Environment that the agent lives in."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -213,7 +206,7 @@ class EnvConfig(BaseModel):
     """Keyword arguments of the environment's constructor."""
 
     wrappers: tuple[Options, ...] = ()
-    """What is put around it, the first innermost: each an `id`, an installed name or `module:Class` of a
+    """Wrappers around it, the first innermost: each an `id`, an installed name or `module:Class` of a
     `gymnasium.Wrapper`, and beside it keyword arguments of its constructor."""
 
     schedule: tuple[StageConfig, ...] = ()
@@ -250,7 +243,7 @@ MAX_TASKS = 10**8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvDescription:
-    """What an environment offers to credit schemes, to the model and to the order of tasks."""
+    """Data that an environment offers to credit schemes, to the model and to the order of tasks."""
 
     needs: frozenset[Need]
     """Data that credit schemes may read from it."""
@@ -335,7 +328,7 @@ def bad_actions(tools: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str | Me
 
 
 def is_schema(schema: Any) -> bool:
-    """Tell whether a tool's schema is sound enough to call it."""
+    """Return whether a tool's schema is sound enough to call it."""
     function = schema.get("function") if isinstance(schema, dict) else None
     return isinstance(function, dict) and "name" in function and isinstance(function.get("parameters"), dict)
 

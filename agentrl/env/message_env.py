@@ -1,8 +1,6 @@
-"""The contract of every environment.
+"""Contract of every environment: its class, the Gymnasium spaces of messages and actions, and what `reset` and `step` return.
 
-Gymnasium spaces for what environments and agents say. Gymnasium's vector environments take them as they are.
-
-What environments return, as plain data; what breaks the contract of `MessageEnv` is told in a line, with the fix.
+Returned values become plain data; a breach of the contract is answered with one line and the fix.
 """
 
 import copy
@@ -24,7 +22,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def is_message(value: object) -> bool:
-    """Tell whether `value` is one chat message: a dict with a known role and with text content or tool calls."""
+    """Return whether `value` is one chat message: a dict with a known role and with text content or tool calls."""
     if not isinstance(value, dict) or value.get("role") not in ROLES or not _has_sound_calls(value):
         return False
     content = value.get("content")
@@ -32,7 +30,7 @@ def is_message(value: object) -> bool:
 
 
 def _has_sound_calls(message: Message) -> bool:
-    """Tell whether `tool_calls`, where a message has them, are a list of dicts, each with a function that has a name."""
+    """Return whether `tool_calls`, if a message has them, are a list of dicts, each with a function that has a name."""
     calls = message.get("tool_calls")
     return calls is None or (isinstance(calls, list) and all(map(_is_call, calls)))
 
@@ -71,19 +69,19 @@ class MessagesSpace(_Space):
         return ({"role": "user", "content": str(int(self.np_random.integers(1000)))},)
 
     def contains(self, x: Any) -> bool:
-        """Tell whether `x` is a tuple of messages."""
+        """Return whether `x` is a tuple of messages."""
         return isinstance(x, tuple) and all(is_message(m) for m in x)
 
 
 class ActionSpace(_Space):
-    """Actions: text, or an assistant message (with tool calls where there are some)."""
+    """Actions: text, or an assistant message (with tool calls if there are some)."""
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> str | Message:  # noqa: ARG002
         """Return a random number as text."""
         return str(int(self.np_random.integers(1000)))
 
     def contains(self, x: Any) -> bool:
-        """Tell whether `x` is text or an assistant message."""
+        """Return whether `x` is text or an assistant message."""
         return isinstance(x, str) or (is_message(x) and x["role"] == "assistant")
 
 
@@ -133,7 +131,7 @@ def ask_oracle(env: "MessageEnv", *, skill: float = 1.0, rng: np.random.Generato
 
     Raises:
         EnvironmentFailure: when a coroutine does not end within `coroutine_timeout_s`, and for what is no assistant message.
-        NotImplementedError: where there is none.
+        NotImplementedError: if there is none.
     """
     said = awaited(env.oracle(skill=skill, rng=rng), "oracle()", timeout_s=env.coroutine_timeout_s)
     try:
@@ -164,14 +162,14 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
     tools: list[dict[str, Any]] = []  # noqa: RUF012 - a declaration; an instance may offer tools of its own
     """JSON schemas of the tools the agent may call, OpenAI style."""
     turn_rewards: bool = True
-    """False where only the last turn carries a reward, so that turn-level credit has nothing to tell turns apart by."""
+    """False if only the last turn carries a reward, so that turn-level credit has nothing to tell turns apart by."""
     can_fork: bool = True
-    """False where a moment cannot be copied, so that no rollouts can be forked from it."""
+    """False if a moment cannot be copied, so that no rollouts can be forked from it."""
     can_reuse: bool = True
-    """False where an object must play one episode only, whatever a proof finds: each episode has a fresh one then."""
+    """False if an object must play one episode only, whatever a proof finds: each episode has a fresh one then."""
 
     can_snapshot: bool = False
-    """True where a moment is to be pickled after every step: a killed run then resumes from there, instead of resetting
+    """True if a moment is to be pickled after every step: a killed run then resumes from there, instead of resetting
     the environment and taking its actions again. For environments that do not follow from their seed and the actions alone."""
 
     coroutine_timeout_s: ClassVar[float] = 50.0
@@ -227,13 +225,13 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
         return str(message.get("content") or "").strip()
 
     def fork(self) -> Self:
-        """Return an independent copy of this moment; override where a deep copy is not enough."""
+        """Return an independent copy of this moment; override if a deep copy is not enough."""
         return copy.deepcopy(self)
 
     def reseed(self, seed: int) -> None:
         """Let chance bring something new from here on, as in each fork of `rollout.branches`.
 
-        Override it where chance is drawn from more than `self.np_random`.
+        Override it if chance is drawn from more than `self.np_random`.
         """
         self.np_random = np.random.default_rng(seed)
 
@@ -292,14 +290,14 @@ def _plain(arguments: Any) -> Any:
 
 
 class ResetReturn(NamedTuple):
-    """What `reset` returned."""
+    """Values that `reset` returned."""
 
     messages: tuple[Message, ...]
     info: dict[str, Any]
 
 
 class StepReturn(NamedTuple):
-    """What `step` returned."""
+    """Values that `step` returned."""
 
     messages: tuple[Message, ...]
     reward: float
@@ -316,7 +314,7 @@ def reset_return(result: object, *, method: str = "reset()") -> ResetReturn:
         method: its name in error messages.
 
     Raises:
-        EnvError: where it breaks the contract. So do the functions below.
+        EnvError: if it breaks the contract. So do the functions below.
     """
     if not (isinstance(result, tuple) and len(result) == 2):
         raise EnvError(f"{method} returned {abbreviated(result)}; return (messages, info)")

@@ -1,4 +1,4 @@
-"""Where code of a model runs: the seam of sandboxes."""
+"""Seam of sandboxes, in which code of a model runs."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ Language = Literal["python", "sh"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """What a piece of code did."""
+    """Outcome of a piece of code."""
 
     output: str
     """Standard output and error, as they came, cut to the sandbox's `max_output_bytes`."""
     returncode: int
-    """0 where it ended well. Whatever was stopped from outside has another one."""
+    """0 if it ended well. Whatever was stopped from outside has another one."""
     timed_out: bool = False
-    """True where it was killed at the sandbox's `timeout_s`."""
+    """True if it was killed at the sandbox's `timeout_s`."""
     num_cut: int = 0
-    """Bytes of output that are left out; where a sandbox stops a flood, those that were seen of it."""
+    """Bytes of output that are left out; if a sandbox stops a flood, those that were seen of it."""
 
 
 class Sandbox(Protocol):
@@ -32,7 +32,7 @@ class Sandbox(Protocol):
     Paths are relative to the folder in which code runs. Whatever the code does, `exec` returns, by its deadline and a second;
     it raises for what the caller or the machine did wrong alone. It blocks its thread: in a coroutine tool, call it as
     `await asyncio.to_thread(sandbox.exec, code)`; a plain `def` tool has a thread of its own anyway.
-    A deep copy of a sandbox is another one with the same files, where its environment is to be forked.
+    A deep copy of a sandbox is another one with the same files, if its environment is to be forked.
     """
 
     def exec(self, code: str, *, language: Language = "python") -> ExecResult:
@@ -42,7 +42,7 @@ class Sandbox(Protocol):
 
         Raises:
             UserError: for a language that the sandbox does not have.
-            EnvironmentFailure: where the machine does not let it run, as where a disk is full. No code ends in it.
+            EnvironmentFailure: if the machine does not let it run, as where a disk is full. No code ends in it.
             ValueError: after `close`, and for files that were written with names that cannot stand beside one another.
         """
         ...
@@ -51,7 +51,7 @@ class Sandbox(Protocol):
         """Return a file's content.
 
         Raises:
-            FileNotFoundError: where there is none.
+            FileNotFoundError: if there is none.
             ValueError: for a path that leads out of the folder, and after `close`.
         """
         ...
@@ -82,7 +82,7 @@ class Sandbox(Protocol):
 
 
 class SandboxConfig(Plugin):
-    """Which sandbox code runs in; the fields of the sandbox that it names stand beside the name.
+    """Sandbox that code runs in; the fields of the sandbox that it names stand beside the name.
 
     An environment takes one as its option `sandbox`: a name, or a mapping with fields.
     """
@@ -99,16 +99,16 @@ class SandboxConfig(Plugin):
     max_memory_mb: Annotated[int, Field(ge=16, le=1_000_000)] = 512
     """Memory of a process (`bubblewrap`, `unsafe`: its address space), or of the interpreter (`monty`)."""
     max_output_bytes: Annotated[int, Field(ge=1, le=100_000_000)] = 10_000
-    """Of output that is kept."""
+    """Bytes of output that are kept."""
     max_files_mb: Annotated[int, Field(ge=1, le=10_000)] = 16
-    """Of all files together."""
+    """Megabytes of all files together."""
 
     @abstractmethod
     def build(self) -> Sandbox:
         """Return a new sandbox without files.
 
         Raises:
-            UserError: where it cannot be had here, saying how to get it. Another one never takes its place.
+            UserError: if it cannot be had here, saying how to get it. Another one never takes its place.
         """
         raise NotImplementedError
 

@@ -1,6 +1,7 @@
-"""Run what can hang or harm in a process of its own, which dies with everything that it started.
+"""Code that can hang or harm, run in a process of its own, which dies with everything that it started.
 
-Processes that answer questions about what a model writes, which may keep whoever reads it busy for ever.
+`CommandResult` is what a command returned; workers answer questions about a model's text, which may keep a reader busy
+for ever.
 """
 
 import asyncio
@@ -20,12 +21,12 @@ from typing import Any
 from agentrl.errors import UserError
 
 _LAST_OUTPUT_S = 1.0
-"""How long to wait for the end of the output once the process group is dead, in seconds."""
+"""Seconds to wait for the end of the output once the process group is dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """What a command did."""
+    """Outcome of a command."""
 
     returncode: int
     """Exit status; negative: the signal that ended it."""

@@ -20,13 +20,13 @@ from agentrl.types import Message, Need
 
 
 class TaskOptions(TableOptions):
-    """What a recipe says of an environment over a table of tasks."""
+    """Options of an environment over a table of tasks."""
 
     system: str | None = None
     """System message before each prompt."""
     rewards: list[Any] = Field(default=[])
-    """Of each the name of an installed one, `module:function`, or a function; or a mapping with one of these as `reward`, a
-    `weight`, a `name` and options of the function. The first one decides about success."""
+    """Reward functions, each the name of an installed one, `module:function`, or a function; or a mapping with one of
+    these as `reward`, a `weight`, a `name` and options of the function. The first one decides about success."""
     success_at: float = 1.0
     """Value of the first reward from which on an episode is a success."""
     reward_timeout_s: float = Field(default=55.0, gt=0)
@@ -35,9 +35,9 @@ class TaskOptions(TableOptions):
     """Functions that the policy may call as tools, beside the tools of a subclass; named `module:function`, they must be marked
     with `@agentrl.tool`."""
     max_answers: int = Field(default=1, gt=0)
-    """Answers without a tool call until the episode ends. Before the last one, an answer that is no success is told so."""
+    """Answers without a tool call until the episode ends. Before the last one, an answer that is no success gets `retry`."""
     retry: str = "That is not right. Try again."
-    """What is said after an answer that is none."""
+    """Message after an answer that is no success."""
 
 
 class TaskEnv(ToolEnv):
@@ -50,7 +50,7 @@ class TaskEnv(ToolEnv):
 
     turn_rewards = False
     options_model = TaskOptions
-    """What `**options` are: `agentrl fields` lists them."""
+    """Model of `**options`: `agentrl fields` lists them."""
 
     def __init__(self, **options: Any) -> None:
         """Read the table, or share the one that was read.
@@ -83,7 +83,7 @@ class TaskEnv(ToolEnv):
         self.num_answers = 0
         self._said: list[Message] = []
         self._graded: dict[str, Any] = {}
-        """What the rewards told of the answers to this task."""
+        """Scores of the answers to this task."""
 
     def num_tasks(self, split: str) -> int:
         """Return how many tasks a split has."""
@@ -145,7 +145,7 @@ class TaskEnv(ToolEnv):
         return result
 
     def gold_answer(self) -> str | None:
-        """Return the right answer of the row, where there is a column of them."""
+        """Return the right answer of the row, if there is a column of them."""
         column = self.options.answer
         return None if column is None or not self.task else _spoken(self.task[column])
 
@@ -185,7 +185,7 @@ class TaskEnv(ToolEnv):
                 raise UserError(f"{field}: {given!r} is not marked with @agentrl.tool, and is not offered to a model")
             if not inspect.isroutine(function) or not inspect.getdoc(function):
                 raise UserError(
-                    f"{field}: {abbreviated(function)} has no docstring, which tells the model what it does"
+                    f"{field}: {abbreviated(function)} has no docstring, from which the model learns what it does"
                 )
             try:
                 spec = function_spec(function)

@@ -1,8 +1,7 @@
 """A table of tasks, checked and split: read once in a process, and shared by all environments that play it.
 
-Tables of tasks as people keep them: JSONL, JSON, CSV, TSV, Parquet, and data sets of the Hugging Face hub or of a folder.
-
-What is no table of plain data is refused in one line that names the file and the row.
+Tables are JSONL, JSON, CSV, TSV, Parquet, or data sets of the Hugging Face hub or of a folder. A row that is no plain data is
+refused in one line that names the file and the row.
 """
 
 import csv
@@ -36,7 +35,7 @@ class Row(NamedTuple):
     values: dict[str, Any]
     """By column; plain data."""
     split: str | None = None
-    """Of the data set that it comes from, where that has several."""
+    """Split of the data set that it comes from, if that has several."""
 
 
 def read_rows(source: str, *, field: str, subset: str | None = None) -> Iterator[Row]:
@@ -45,7 +44,7 @@ def read_rows(source: str, *, field: str, subset: str | None = None) -> Iterator
     Args:
         source: a file, a folder, or the name of a data set on the Hugging Face hub. Paths begin in the working directory.
         field: that names it.
-        subset: of the data set, where it has several.
+        subset: of the data set, if it has several.
 
     Raises:
         UserError: for what cannot be read, with file and row.
@@ -206,7 +205,7 @@ def _row(place: str, values: object) -> Row:
 
 
 def _has_no_number(value: object) -> bool:
-    """Tell whether a NaN or an infinity stands in what is otherwise plain data."""
+    """Return whether a NaN or an infinity stands in what is otherwise plain data."""
     if isinstance(value, float):
         return not math.isfinite(value)
     if isinstance(value, dict):
@@ -227,7 +226,7 @@ _SPLITS: dict[str, Split] = {
 
 
 class TableOptions(BaseModel):
-    """Which tasks there are, and which of them are held out."""
+    """Table of tasks, and which of them are held out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -235,7 +234,7 @@ class TableOptions(BaseModel):
     """A file (.jsonl, .json, .csv, .tsv, .parquet), relative to the working directory; a folder or name of a Hugging Face data
     set; or a list of dicts."""
     prompt: str | None = "prompt"
-    """Column of what the policy is told: text, or a list of messages. None: `opening` of a subclass says it."""
+    """Column of the prompt: text, or a list of messages. None: `opening` of a subclass says it."""
     answer: str | None = None
     """Column of the right answer. None: there is none."""
     demonstration: str | None = None
@@ -246,10 +245,10 @@ class TableOptions(BaseModel):
     eval_tasks: Any = None
     """Another table, of the held-out tasks."""
     eval_share: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the tasks that is held out, where nothing else says which: chosen by the hash of each prompt, so that a task
+    """Share of the tasks that is held out, if nothing else says which: chosen by the hash of each prompt, so that a task
     stays on its side whatever else is in the table, once its share holds one. 0: none."""
     subset: str | None = None
-    """Of a Hugging Face data set that has several (`main` of `openai/gsm8k`)."""
+    """Subset of a Hugging Face data set that has several (`main` of `openai/gsm8k`)."""
 
     @field_validator("tasks", "eval_tasks")
     @classmethod
@@ -281,7 +280,7 @@ class TaskTable:
     splits: Mapping[str, tuple[dict[str, Any], ...]]
     """The rows of each split, in the order of the table; a column that a row lacks is None."""
     hashes: Mapping[str, str]
-    """Of what each split holds, in its order."""
+    """Hash of the content of each split, in its order."""
     columns: tuple[str, ...]
 
     def __deepcopy__(self, memo: object) -> "TaskTable":
@@ -406,7 +405,7 @@ def _check_prompt(prompt: object, where: str) -> None:
 
 
 def _key(row: Row, options: TableOptions) -> str:
-    """Return what must not stand on both sides: the prompt, or the whole row where there is none."""
+    """Return what must not stand on both sides: the prompt, or the whole row if there is none."""
     return _identity(row.values if options.prompt is None else {"prompt": row.values[options.prompt]})
 
 

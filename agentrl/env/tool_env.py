@@ -1,6 +1,6 @@
 """An environment as most people write it: a few tools, a start and an answer.
 
-`@tool`: a method becomes a tool, with a JSON schema from its annotations and its docstring.
+`@tool` makes a method a tool, with a JSON schema from its annotations and its docstring.
 """
 
 import inspect
@@ -47,14 +47,14 @@ def tool_call(name: str, /, **arguments: Any) -> Message:
 
 
 class ToolCallError(Exception):
-    """What the model wrote cannot be called; the message is for the model."""
+    """Call that the model wrote and that cannot be made; the message is for the model."""
 
 
 def arguments_object(name: str, arguments: Any) -> dict[str, Any]:
     """Return the arguments of a call of tool `name` as a model writes them, an object or JSON of one.
 
     Raises:
-        ToolCallError: in words that tell the model what is wrong.
+        ToolCallError: in words for the model.
     """
     if isinstance(arguments, str):
         try:
@@ -118,7 +118,7 @@ class ToolSpec:
         """Return the keyword arguments for a call.
 
         Raises:
-            ToolCallError: in words that tell the model what is wrong.
+            ToolCallError: in words for the model.
         """
         try:
             validated: dict[str, Any] = self.arguments.validate_python(arguments_object(self.name, arguments))
@@ -145,7 +145,7 @@ def function_spec(function: Callable[..., Any]) -> ToolSpec:
 
 
 def is_tool(function: object) -> bool:
-    """Tell whether a function is marked with `@tool`."""
+    """Return whether a function is marked with `@tool`."""
     return bool(getattr(function, _MARK, False))
 
 
@@ -256,7 +256,7 @@ class ToolEnv(MessageEnv):
 
         Args:
             success: whether the task was solved; what evaluation counts.
-            score: how well, from 0 to 1, where there is a between; by default 1 for success and 0 for none.
+            score: how well, from 0 to 1, if there is a between; by default 1 for success and 0 for none.
 
         Raises:
             EnvironmentFailure: for what is no finite number. It fails the episode, in a tool too.
@@ -282,7 +282,7 @@ class ToolEnv(MessageEnv):
         return self._messages_of(self.start(dict(options or {})), "start()"), {}
 
     def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
-        """Carry out an assistant message: its tool calls in order, or `answer` where there are none."""
+        """Carry out an assistant message: its tool calls in order, or `answer` if there are none."""
         if self._is_over is not False:
             raise RuntimeError("step() needs a running task: call reset() first, and again after the task has ended")
         self._components, self._info = {}, {"tool_errors": 0}
@@ -308,7 +308,7 @@ class ToolEnv(MessageEnv):
             arguments: as the model wrote them: a dict, JSON, or anything else.
 
         Raises:
-            ToolCallError: in words that tell the model what is wrong. Whatever else is raised becomes an error message too,
+            ToolCallError: in words for the model. Whatever else is raised becomes an error message too,
                 but for an EnvironmentFailure, which fails the episode.
         """
         if not name:

@@ -1,9 +1,4 @@
-"""Long messages, cut.
-
-Every episode as one line of a file.
-
-A largest number of turns.
-"""
+"""Wrappers of environments: a limit of turns, long messages cut, every episode as one line of a file."""
 
 import copy
 import json
@@ -88,7 +83,7 @@ class Record(
         super().__init__(env)
         self._path, self._max_bytes = Path(path), max_bytes
         self._episode: dict[str, Any] | None = None
-        """What was played and is not written yet."""
+        """Episode that was played and is not written yet."""
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -123,9 +123,9 @@ class Calibration(BaseModel):
     def widths(self, units: Units, target: ClipTarget) -> tuple[Array, Array]:
         """Return how far log s_u may fall below and rise above 0, of each unit: two arrays (U,)."""
         width_U2 = np.tile(target.start, (len(units.length_U), 1))
-        for key, alike_U in _alike(*units, by_length=target.by_length):
+        for key, band_U in _bands(*units, by_length=target.by_length):
             if (band := self._nearest(key)) is not None:
-                width_U2[alike_U] = band.spread * np.exp(band.gains)
+                width_U2[band_U] = band.spread * np.exp(band.gains)
         bounded_U2 = width_U2.clip(NARROWEST, target.bounds(units.length_U))
         return bounded_U2[:, 0], bounded_U2[:, 1]
 
@@ -133,7 +133,7 @@ class Calibration(BaseModel):
         """Return the calibration after one more minibatch."""
         bands = dict(self.bands)
         for name in sorted(shown):
-            bands[name] = _next(self._nearest(_key(name)) or _begun(target), shown[name], target)
+            bands[name] = _updated(self._nearest(_key(name)) or _initial(target), shown[name], target)
         return Calibration(bands=bands)
 
     def _nearest(self, key: Key) -> Band | None:
@@ -199,8 +199,8 @@ def unit_clip_stats(
     columns = (distance_U, units.length_U, down_U, up_U, clipped_down_U, clipped_up_U)
     return {
         _name(key): BandStats(*(Sums.from_values(column_U[moved_U]) for column_U in columns))
-        for key, alike_U in _alike(*units, by_length=target.by_length)
-        if (moved_U := alike_U & (log_ratio_U != 0)).any()
+        for key, band_U in _bands(*units, by_length=target.by_length)
+        if (moved_U := band_U & (log_ratio_U != 0)).any()
     }
 
 
@@ -243,12 +243,12 @@ def _sums(unit_T: Array, values_T: npt.NDArray[np.generic] | None = None) -> Arr
     return np.bincount(unit_T.astype(np.int64), weights=values_T).astype(np.float64)
 
 
-def _begun(target: ClipTarget) -> Band:
+def _initial(target: ClipTarget) -> Band:
     gain = log(NormalDist().inv_cdf(1 - target.clipped) * sqrt(pi / 2))
     return Band(num_minibatches=0, spread=0.0, gains=(gain, gain))
 
 
-def _next(band: Band, shown: BandStats, target: ClipTarget) -> Band:
+def _updated(band: Band, shown: BandStats, target: ClipTarget) -> Band:
     spread = band.spread + max(RATE, 1 / (band.num_minibatches + 1)) * (shown.distance.mean - band.spread)
     quantile = NormalDist().inv_cdf(1 - target.clipped)
     pushed_each_side = (shown.down.total + shown.up.total) / 2
@@ -270,7 +270,7 @@ def _next(band: Band, shown: BandStats, target: ClipTarget) -> Band:
     return Band(num_minibatches=band.num_minibatches + 1, spread=spread, gains=(gains[0], gains[1]))
 
 
-def _alike(staleness_U: Array, length_U: Array, *, by_length: bool) -> Iterator[tuple[Key, npt.NDArray[np.bool_]]]:
+def _bands(staleness_U: Array, length_U: Array, *, by_length: bool) -> Iterator[tuple[Key, npt.NDArray[np.bool_]]]:
     """Yield the units that share a range, by key: staleness 0, 1, 2-3, 4-7, ...; with `by_length`, 1, 2-7, 8-31, ... tokens."""
     age_U = np.frexp(np.round(staleness_U))[1]
     size_U = np.frexp(length_U)[1] // 2 if by_length else np.zeros_like(age_U)

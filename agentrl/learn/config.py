@@ -1,13 +1,4 @@
-"""The learning rate's course over the minibatches of a run.
-
-Optimizers by name: torch's AdamW, and those of bitsandbytes, which keep their state in 8 bits or page it out.
-
-The loss section of a recipe.
-
-The recipe's section `train`.
-
-A short supervised phase before reinforcement learning: the recipe's section `warmup:`.
-"""
+"""Sections `train`, `loss` and `warmup` of a recipe, the schedule of the learning rate, and optimizers by name."""
 
 import math
 from collections.abc import Iterable
@@ -354,9 +345,9 @@ class TrainConfig(BaseModel):
     on_collapse: Annotated[Literal["warn", "stop", "rewind"], MayChange()] = "warn"
     """Reaction to a collapse of the policy (metric `health/collapse`). `stop`: the run ends. `rewind`: once, it goes back to
     the newest checkpoint from before, with half the learning rate; at the next collapse it ends. Each logs a warning."""
-    stop_on: Annotated[tuple[Literal["alike", "cut_off"], ...], MayChange()] = ()
-    """Signs (metrics `health/SIGN`) at which the run ends: groups that earn `alike` for 8 steps, every episode `cut_off`. Each
-    is logged once anyway."""
+    stop_on: Annotated[tuple[Literal["zero_spread", "cut_off"], ...], MayChange()] = ()
+    """Signs (metrics `health/SIGN`) at which the run ends: for 8 steps no group had a spread of returns (`zero_spread`), or
+    every episode was cut off (`cut_off`). Each is logged once anyway."""
     agreement: Annotated[Annotated[float, Field(gt=0), between(1e-12, 1)] | None, MayChange()] = None
     """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
     nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""

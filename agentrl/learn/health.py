@@ -11,7 +11,7 @@ from agentrl.rollout import RolloutConfig
 from agentrl.rollout.demonstrations import Demonstration
 
 Row = Mapping[str, float]
-Sign = Literal["alike", "cut_off", "collapse", "runaway"]
+Sign = Literal["zero_spread", "cut_off", "collapse", "runaway"]
 SIGNS: tuple[Sign, ...] = get_args(Sign)
 
 COLLAPSED_STEPS = 4
@@ -19,7 +19,7 @@ COLLAPSED_STEPS = 4
 COLLAPSE_ADVICE = (
     "lower train.learning_rate or raise rollout.num_groups, and begin again or export an earlier checkpoint"
 )
-_STEPS, _STEPS_ALIKE = COLLAPSED_STEPS, 8
+_STEPS, _STEPS_ZERO_SPREAD = COLLAPSED_STEPS, 8
 """Consecutive steps for which a sign must hold; small batches of hard tasks earn alike now and then."""
 _FALL, _LEFT = 0.25, 0.4
 """Reward or success has collapsed if its mean fell by this share of the largest spread, and this share of it is left."""
@@ -48,7 +48,7 @@ def signs(rows: Sequence[Row]) -> dict[Sign, str]:
     found: dict[Sign, str | None] = {
         "collapse": collapse and collapse[0],
         "runaway": _runaway(rows[-1]),
-        "alike": _alike(rows),
+        "zero_spread": _zero_spread(rows),
         "cut_off": _cut_off(rows),
     }
     return {sign: words for sign, words in found.items() if words is not None}
@@ -74,7 +74,7 @@ def newly_detected(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign,
     """
     known = {sign for sign in SIGNS if any(row.get(f"health/{sign}") for row in rows)}
     if "collapse" in known | found.keys():
-        known |= {"alike", "cut_off", "runaway"}
+        known |= {"zero_spread", "cut_off", "runaway"}
     return {sign: words for sign, words in found.items() if sign not in known}
 
 
@@ -138,17 +138,17 @@ def _runaway(row: Row) -> str | None:
     )
 
 
-def _alike(rows: Sequence[Row]) -> str | None:
-    last = rows[-_STEPS_ALIKE:]
-    if len(last) < _STEPS_ALIKE or any(row.get("credit/zero_advantage", 0.0) < 1 for row in last):
+def _zero_spread(rows: Sequence[Row]) -> str | None:
+    last = rows[-_STEPS_ZERO_SPREAD:]
+    if len(last) < _STEPS_ZERO_SPREAD or any(row.get("credit/zero_advantage", 0.0) < 1 for row in last):
         return None
     if last[-1].get("groups/zero_spread", 1.0) < 1:
         return (
-            f"nothing was learned in {_STEPS_ALIKE} steps: groups earned differently, but no token that is trained on has an "
-            "advantage; look at rollout.stale and rollout.max_staleness, and at credit"
+            f"nothing was learned in {_STEPS_ZERO_SPREAD} steps: groups earned differently, but no token that is trained on "
+            "has an advantage; look at rollout.stale and rollout.max_staleness, and at credit"
         )
     return (
-        f"nothing was learned in {_STEPS_ALIKE} steps: the episodes of every group earned alike (mean reward "
+        f"nothing was learned in {_STEPS_ZERO_SPREAD} steps: the episodes of every group earned alike (mean reward "
         f"{last[-1]['reward/mean']:.3g}); make tasks easier or harder (env.options), or raise rollout.group_size"
     )
 

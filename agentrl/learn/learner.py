@@ -90,7 +90,7 @@ def expert_metrics(micro: MicroBatch, before_JPX: Tensor, after_JPX: Tensor) -> 
     if micro.experts_JPX is not None:
         engine_JPX = micro.experts_JPX.to(before_JPX)
         is_known_Q = (engine_JPX[:, slots_Q] != UNKNOWN).all(-1).all(0)
-        metrics["moe/told"] = float(is_known_Q.double().mean())
+        metrics["moe/replayed"] = float(is_known_Q.double().mean())
         if is_known_Q.any():
             unlike_Q = changed_share(engine_JPX, before_JPX, slots_Q=slots_Q[is_known_Q])
             metrics["moe/unlike_engine"] = float(unlike_Q.mean())
@@ -429,8 +429,8 @@ class Learner:
         self.state.wrapped.train()
         anchors = [[AnchorState(is_start=True) for _ in plans[0]], *map(self._current_anchors, plans[1:])]
         if of_behavior:  # experts of the present version are not those of the sampling one
-            anchors = [[before._replace(experts_JPX=None) for before in of_minibatch] for of_minibatch in anchors]
-        return self._with_earlier(plans, anchors, version=version) if self.loss.anchor == "sampled" else anchors
+            anchors = [[anchor._replace(experts_JPX=None) for anchor in of_minibatch] for of_minibatch in anchors]
+        return self._with_stale(plans, anchors, version=version) if self.loss.anchor == "sampled" else anchors
 
     def _current_anchors(self, plan: Sequence[TrainingPass]) -> list[AnchorState]:
         """Return the anchor of each pass under the present weights."""
@@ -443,7 +443,7 @@ class Learner:
             found.append(AnchorState(logprobs_T, experts_JPX=experts[0].cpu() if is_replayed else None))
         return found
 
-    def _with_earlier(
+    def _with_stale(
         self, plans: list[list[TrainingPass]], anchors: list[list[AnchorState]], *, version: int
     ) -> list[list[AnchorState]]:
         """Add log-probabilities of stale tokens under the weights that sampled them.
@@ -465,17 +465,17 @@ class Learner:
         found = iter(zip(passes, logprobs, strict=True))
         return [
             [
-                before._replace(stale=StaleTokens(columns.version_T != version, logprobs_T))
-                for before, ((_, columns), logprobs_T) in zip(of_minibatch, found, strict=False)
+                anchor._replace(stale=StaleTokens(columns.version_T != version, logprobs_T))
+                for anchor, ((_, columns), logprobs_T) in zip(of_minibatch, found, strict=False)
             ]
             for of_minibatch in anchors
         ]
 
-    def _routing(self, micro: MicroBatch, before: AnchorState) -> AbstractContextManager[list[Tensor]]:
+    def _routing(self, micro: MicroBatch, anchor: AnchorState) -> AbstractContextManager[list[Tensor]]:
         """Return a context that records the experts of a pass, and replays the engine's or the anchor's if known."""
         if not self._is_routed:
             return nullcontext([])
-        experts_JPX = before.experts_JPX if micro.experts_JPX is None else micro.experts_JPX
+        experts_JPX = anchor.experts_JPX if micro.experts_JPX is None else micro.experts_JPX
         if experts_JPX is None:
             return recording(self.state.policy.model)
         return replaying(self.state.policy.model, experts_JPX)
@@ -502,7 +502,7 @@ class Learner:
         return logprobs_T, entropy_T
 
     def _pass_loss(
-        self, training_pass: TrainingPass, before: AnchorState, observations: Observations, version: int
+        self, training_pass: TrainingPass, anchor: AnchorState, observations: Observations, version: int
     ) -> Tensor:
         micro, columns = training_pass
         logprobs_T, entropy_T = self._forward(self.state.wrapped, micro)
@@ -517,7 +517,7 @@ class Learner:
             config=self.loss,
             observations=observations,
             trust=trust_region(self.loss, columns, calibration=self.state.calibration, version=version),
-            anchor=before,
+            anchor=anchor,
             version=version,
             reference_logprobs_T=reference_T,
         )

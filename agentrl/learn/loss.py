@@ -3,8 +3,9 @@
 `T` action tokens of a micro-batch, `U` ratio units (the tokens that share one importance ratio).
 
 The loss is a plain sum over tokens. The weights of the tokens, which make it a mean, are computed once over the whole
-global batch (`aggregation_weights`), so no split into micro-batches and no number of ranks changes it. Tokens that
-leave the loss are dropped by the caller before `unit_index` and `policy_loss`: they enter no ratio and no denominator.
+minibatch (`aggregation_weights` in `learn/tokens.py`), so no split into micro-batches and no number of ranks changes it.
+Tokens that leave the loss are dropped by the caller before `unit_index` and `policy_loss`: they enter no ratio and no
+denominator.
 """
 
 from dataclasses import dataclass

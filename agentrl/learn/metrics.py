@@ -193,7 +193,7 @@ Notes = Mapping[str, npt.NDArray[np.float64]]
 """`ratio`, `entropy` and `clipped` of each token, `(T,)`; NaN for tokens that were not computed."""
 
 
-class _Seen(NamedTuple):
+class _PassStats(NamedTuple):
     """Diagnostics of the tokens of one pass."""
 
     token_T: npt.NDArray[np.int32]
@@ -207,13 +207,13 @@ class TokenDiagnostics:
     """Grows by the minibatches of a step: each token is in one, and each rank records those that it computes."""
 
     def __init__(self) -> None:
-        self._minibatches: list[tuple[list[tuple[Trajectory, Credit]], list[_Seen]]] = []
+        self._minibatches: list[tuple[list[tuple[Trajectory, Credit]], list[_PassStats]]] = []
 
     def add(self, pairs: Sequence[tuple[Trajectory, Credit]], observations: Observations) -> None:
         """Record the diagnostics of this rank's passes over a minibatch."""
         columns = [observations.columns[name] for name in ("token_T", "unit_T", "ratio_U", "entropy_T", "clipped_T")]
         seen = [
-            _Seen(token_T, ratio_U[unit_T], entropy_T, clipped_T)
+            _PassStats(token_T, ratio_U[unit_T], entropy_T, clipped_T)
             for token_T, unit_T, ratio_U, entropy_T, clipped_T in zip(*columns, strict=True)
         ]
         self._minibatches.append((list(pairs), seen))
@@ -239,7 +239,7 @@ class TokenDiagnostics:
         return lambda trajectory: found.get((trajectory.group_id, trajectory.trajectory_id), {})
 
 
-def _by_token(seen: Sequence[_Seen], *, num: int) -> dict[str, npt.NDArray[np.float64]]:
+def _by_token(seen: Sequence[_PassStats], *, num: int) -> dict[str, npt.NDArray[np.float64]]:
     columns = {name: np.full(num, np.nan) for name in ("ratio", "entropy", "clipped")}
     for token_T, *values in seen:
         for column_P, value_T in zip(columns.values(), values, strict=True):

@@ -1,6 +1,9 @@
 """Trust regions: the factor of each token's gradient, and the tokens that have moved far enough.
 
 `T` action tokens of a micro-batch, `U` ratio units. One pure function for each; nothing here carries a gradient.
+
+A further one is a function here, its name in `Trust` and its words in `LossConfig.describe_ratio` (`learn/config.py`), and a
+branch of `trust_region` (`learn/micro_batch_loss.py`).
 """
 
 from collections.abc import Callable

@@ -73,7 +73,7 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
     if set(_adapted(model)) != set(layers):
         # By their names peft takes dense layers of a mixture for its experts, here and when it loads adapters.
         raise ConfigError(
-            f"model.lora.target_modules: peft cannot tell all linear layers of {type(model).__name__} from its experts; "
+            f"model.lora.target_modules: peft cannot list all linear layers of {type(model).__name__} from its experts; "
             "set it to those of its attention: [q_proj, k_proj, v_proj, o_proj]"
         )
     for layer in _adapted(model).values():

@@ -31,7 +31,7 @@ from agentrl.rollout import RolloutConfig
 from agentrl.rollout.evaluation import EvaluationConfig
 
 _MAX_EPISODES = 1_000_000
-"""Of a step, or of an evaluation."""
+"""Episodes of a step, or of an evaluation."""
 
 
 class Recipe(BaseModel):

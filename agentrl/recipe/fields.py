@@ -1,14 +1,6 @@
-"""The sentence of a field: the string under it in its class, or its entry under `Args` of a constructor.
+"""Fields of a recipe for people: every section, those of plug-ins under each of their names, as text, Markdown and JSON schema.
 
-JSON schemas of the recipe's sections, with the sentence of each field as its description.
-
-A field's type, bounds, unit and default, said in words.
-
-Every section of the recipe, those of plug-ins under each of their names, and what each field takes.
-
-All fields as a page of Markdown.
-
-Which sections and fields someone asks for by a name.
+The sentence of a field is the string under it in its class, or its entry under `Args` of a constructor.
 """
 
 import ast
@@ -37,7 +29,7 @@ from agentrl.recipe.registry import Group, names, resolve
 
 @cache
 def attribute_docstrings(cls: type[Any]) -> dict[str, str]:
-    """Return the string under each annotated attribute of a class and its bases, by name; none where the source is gone."""
+    """Return the string under each annotated attribute of a class and its bases, by name; none if the source is gone."""
     found: dict[str, str] = {}
     for base in (base for base in reversed(cls.__mro__) if base not in (object, BaseModel)):
         try:
@@ -171,14 +163,14 @@ def type_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
 
 
 def unit_of(name: str) -> str:
-    """Return the unit that a field's name tells: it ends in it."""
+    """Return the unit in which a field's name ends."""
     if name.endswith("_s"):
         return "seconds"
     return "tokens" if name.endswith("_tokens") else "bytes" if name.endswith("_bytes") else ""
 
 
 def default_words(schema: dict[str, Any]) -> str:
-    """Return a field's default as a recipe has it, on one line; empty where there is none."""
+    """Return a field's default as a recipe has it, on one line; empty if there is none."""
     return _plain(schema["default"]) if "default" in schema else ""
 
 
@@ -199,7 +191,7 @@ def _plain(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """What a recipe may say at one place."""
+    """Field of a recipe."""
 
     path: str
     type: str
@@ -207,10 +199,10 @@ class Field:
     unit: str
     """Empty: the sentence says it, or there is none."""
     default: str
-    """As a recipe has it; empty: it must be given."""
+    """Default as a recipe writes it; empty: it must be given."""
     sentence: str
     on_resume: str
-    """What becomes of what was sampled since the last checkpoint where a resumed run changes the field."""
+    """Fate of what was sampled since the last checkpoint if a resumed run changes the field."""
 
     @property
     def name(self) -> str:
@@ -223,9 +215,9 @@ class Section:
     """Fields that stand together."""
 
     path: str
-    """Of the recipe; empty: its top. A `0` in it is a place in a list."""
+    """Path in the recipe; empty: its top. A `0` in it is a place in a list."""
     choice: str
-    """What names the plug-in that has these fields, as in `scheme: gigpo`; empty: the section is always there."""
+    """Name of the plug-in that has these fields, as in `scheme: gigpo`; empty: the section is always there."""
     sentence: str
     fields: tuple[Field, ...]
     schema: Schema
@@ -237,15 +229,16 @@ class Section:
 
     @property
     def plugin(self) -> str:
-        """Name of the plug-in; empty where there is none."""
+        """Name of the plug-in; empty if there is none."""
         return self.choice.partition(": ")[2]
 
 
 @cache
 def sections(*, with_environments: bool = True) -> tuple[Section, ...]:
-    """Return all sections in the order of the recipe; a plug-in that cannot be loaded is left out: who names it is told why.
+    """Return all sections in the order of the recipe.
 
-    Without environments it takes a second less: some import much.
+    A plug-in that cannot be loaded is left out: a recipe that names it is refused with the reason. Without environments it
+    takes a second less: some import much.
     """
     found = list(_sections(Recipe))
     place = next(place for place, section in enumerate(found, 1) if section.path == "env")

@@ -1,4 +1,4 @@
-"""What fields and values of other libraries (TRL, verl, verifiers) are called here, for the words of an error.
+"""Our names for fields and values of other libraries (TRL, verl, verifiers), for error messages.
 
 The names are in `foreign_names.yaml`.
 """
@@ -17,7 +17,7 @@ class Tables(NamedTuple):
     fields: dict[str, str]
     """A field, what is to be set, or a sentence (which ends in a full stop)."""
     schemes: dict[str, str]
-    """What sets an algorithm."""
+    """Fields that set an algorithm, by its name."""
     values: dict[str, dict[str, str]]
     """Values by field."""
 
@@ -51,7 +51,7 @@ def of_path(path: str, value: object = None) -> str | None:
 
 
 def of_value(field: str, value: object) -> str:
-    """Return what a field's value is called here, as the end of an error; empty where nothing is known of it."""
+    """Return what a field's value is called here, as the end of an error; empty if nothing is known of it."""
     known = _value("credit.scheme" if field in ("credit", "loss") else field, value)
     return "" if known is None else _meant(known)
 

@@ -1,8 +1,7 @@
 """A section of the recipe that names a plug-in and holds its fields: `chat: {renderer: template, date: 2026-01-01}`.
 
-Which fields of the recipe may change when a run is resumed, and keep what was sampled: those that are marked so.
-
-A change of any other is carried out as well, but episodes since the last checkpoint are sampled again.
+Fields marked with `MayChange` may change when a run is resumed, and keep what was sampled. A change of any other is carried out
+as well, but episodes since the last checkpoint are sampled again.
 """
 
 import inspect
@@ -36,12 +35,12 @@ ELSEWHERE = "elsewhere"
 
 
 class Seam(NamedTuple):
-    """Where the plug-ins of one kind are found, and where a recipe names one."""
+    """Kind of plug-ins: their entry points, and the section that names one."""
 
     group: Group
-    """Of the entry points."""
+    """Group of the entry points."""
     section: str
-    """Of the recipe."""
+    """Section of the recipe."""
     key: str
     """The section's field that names a plug-in: an entry point of the group, or `module:Class`."""
 
@@ -71,7 +70,7 @@ class Plugin(BaseModel):
         """List the installed plug-ins of this seam that have a field."""
         found = []
         for name in names(cls.seam.group):
-            with suppress(ConfigError):  # one that cannot be loaded is told when it is named
+            with suppress(ConfigError):  # one that cannot be loaded is reported when it is named
                 found += [name] if field in cls.named(name).model_fields else []
         return found
 
@@ -258,7 +257,7 @@ class MayChange:
     """
 
     when: Callable[[Any], bool] = lambda _: True
-    """Told the section, returns whether the mark holds."""
+    """Predicate of the section: whether the mark holds."""
     condition: str = ""
     """The same in words. Empty: it always holds."""
 

@@ -84,7 +84,7 @@ def import_named(name: str, *, spec: str, field: str) -> ModuleType:
         field: of the recipe, for error messages.
 
     Raises:
-        ModuleNotFoundError: where there is none.
+        ModuleNotFoundError: if there is none.
         ConfigError: naming `field`, for whatever else it ends in.
     """
     importing.append(name)

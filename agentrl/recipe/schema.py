@@ -1,11 +1,24 @@
-"""The JSON schema of a whole recipe, by which editors complete and check."""
+"""A whole recipe for editors, which complete and check: the JSON schema of its file, the types of its sections in Python."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
 
 from agentrl.recipe.config import Recipe
-from agentrl.recipe.fields import Schema, Section, model_schema
+from agentrl.recipe.fields import Schema, Section, attribute_docstrings, first_paragraph, model_schema
+from agentrl.recipe.plugin import Plugin
 
+_HEAD = '''"""Sections of a recipe as `agentrl.train` takes them. Made by `make fields`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from pydantic import BaseModel
+'''
 _CREDIT, _DRAFT = "#/$defs/credit", "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -90,3 +103,53 @@ def _options_rule(section: Section, default: str | None) -> Schema:
     if section.plugin != default:
         condition["required"] = ["id"]
     return {"if": condition, "then": {"properties": {"options": fields | {"description": section.sentence}}}}
+
+
+def section_types() -> str:
+    """Return a stub with a `TypedDict` for each section, by which editors complete `agentrl.train(rollout={...})`.
+
+    Sections of plug-ins are plain mappings: their fields depend on the plug-in that they name.
+    """
+    classes: dict[str, str] = {}
+    for alone in ("env", "model"):
+        _type_source(Recipe.model_fields[alone].annotation, classes)
+    _add_class(Recipe, classes, leave_out={"env", "model", "credit"})
+    return "\n\n".join([_HEAD, *classes.values()])
+
+
+def _add_class(model: type[BaseModel], classes: dict[str, str], *, leave_out: Collection[str] = ()) -> str:
+    """Add the `TypedDict` of a section behind those that it needs; return its name."""
+    name = "Sections" if model is Recipe else model.__name__.removesuffix("Config") + "Section"
+    if name not in classes:
+        words = attribute_docstrings(model)
+        lines = [f"class {name}(TypedDict, total=False):", f'    """{first_paragraph(model)}"""', ""]
+        for field, info in model.model_fields.items():
+            if field not in leave_out:
+                lines.append(f"    {field}: {_type_source(info.annotation, classes)}")
+                lines += [f'    r"""{words[field]}"""'] if field in words else []
+        classes[name] = "\n".join(lines) + "\n"
+    return name
+
+
+def _type_source(annotation: Any, classes: dict[str, str]) -> str:
+    """Return the source of a type that accepts what a recipe accepts at a field."""
+    kind, arguments = get_origin(annotation), get_args(annotation)
+    if kind is Annotated:
+        return _type_source(arguments[0], classes)
+    if kind is Literal:
+        return f"Literal[{', '.join(map(repr, arguments))}]"
+    if kind in (Union, UnionType):
+        return " | ".join(dict.fromkeys(_type_source(each, classes) for each in arguments))
+    if kind in (list, tuple):
+        return f"Sequence[{_type_source(arguments[0], classes)}]"
+    if kind is dict:
+        return "Mapping[str, Any]"
+    if annotation in (int, float, str, bool):
+        return str(annotation.__name__)
+    if annotation in (None, NoneType):
+        return "None"
+    if annotation is Path:
+        return "str | Path"
+    if not isinstance(annotation, type) or not issubclass(annotation, BaseModel) or issubclass(annotation, Plugin):
+        return "Any"
+    return f"{_add_class(annotation, classes)} | Mapping[str, Any] | BaseModel"

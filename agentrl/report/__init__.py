@@ -1,1 +1,1 @@
-"""What a run leaves behind, and how a person looks at it."""
+"""Folders of runs, and the ways to look at them."""

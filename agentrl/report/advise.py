@@ -1,8 +1,7 @@
-"""Which credit scheme suits a run: what its rollouts show, beside tasks on which schemes were compared.
+"""Advice on the credit scheme for a run: its rollouts beside tasks on which schemes were compared.
 
-The tasks are those of `benchmarks/credit_tabular.py`, which writes `credit_map.json`.
-
-What a credit scheme makes of recorded rollouts: a table for each trajectory, in colour.
+The tasks are those of `benchmarks/credit_tabular.py`, which writes `credit_map.json`. `agentrl credit show` prints the
+advantages that a scheme gives recorded rollouts.
 """
 
 from collections import defaultdict
@@ -120,7 +119,7 @@ _FEW = 0.1
 
 
 class RunProfile(BaseModel):
-    """What rollouts show of a task."""
+    """Traits of a task that rollouts show."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -161,7 +160,7 @@ class Task(BaseModel):
 
     name: str
     seeds: int
-    shown: RunProfile
+    profile: RunProfile
     gains: Mapping[str, tuple[float, float]]
     """Area under the curve of success, less that of `uniform`: mean and standard error of paired seeds."""
 
@@ -223,11 +222,11 @@ def advise(shown: RunProfile, tasks: Sequence[Task]) -> Advice:
     """Return the scheme that was best on the tasks that are most alike, on average, of those that can be used."""
     if shown.group_size <= 1:
         return Advice("uniform", "groups have one usable episode, which is compared with nothing: make them larger")
-    nearest = min(tasks, key=lambda task: shown.distance(task.shown))
-    least = shown.distance(nearest.shown)
+    nearest = min(tasks, key=lambda task: shown.distance(task.profile))
+    least = shown.distance(nearest.profile)
     if least > _FAR:
         return Advice("uniform", f"no task on which schemes were compared is like it (the nearest: {nearest.name})")
-    alike = [task for task in tasks if shown.distance(task.shown) <= least + _ALIKE]
+    alike = [task for task in tasks if shown.distance(task.profile) <= least + _ALIKE]
     where = f"on {'the task' if len(alike) == 1 else 'average over the tasks'} most alike ({', '.join(t.name for t in alike)})"
     schemes = set.intersection(*(set(task.gains) for task in alike))
     lacking = (

@@ -1,10 +1,7 @@
 """A model card, written from a run: the task, how it was trained, curves, and the evaluation with its intervals.
 
-What is private is left out (`report/public.py`); what environments and recipes say is escaped or fenced, so that it is text.
-
-The first line of an environment's docstring, read from its source: nothing of it is imported or run.
-
-Exported folders on the Hugging Face Hub.
+Private data is left out (`report/public.py`). Text of environments and recipes is escaped or fenced, so that it is text,
+and the first line of an environment's docstring is read from its source: nothing of it is imported or run.
 """
 
 import ast
@@ -62,18 +59,18 @@ _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _MEASURES = ("success", "score", "reward")
 _RANGES = {"success": 1.0, "episodes": 1e9, "failed": 1e9}
-"""What an evaluation finds is from 0 to this."""
+"""Upper bound of each figure of an evaluation; the lower one is 0."""
 _POINTS = 10
-"""Rows of the table of curves, where there is no picture."""
+"""Rows of the table of curves, if there is no picture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What an evaluation found in one environment."""
+    """Figures of an evaluation in one environment."""
 
     env_id: str
     name: str
-    """In `evaluation.env`; empty where there is one environment."""
+    """In `evaluation.env`; empty if there is one environment."""
     num_tasks: int
     episodes: int
     values: dict[str, float]
@@ -288,7 +285,7 @@ def check_repo_id(repo_id: str) -> None:
     """Look whether the Hub could have a repository of this name.
 
     Raises:
-        ConfigError: where it could not.
+        ConfigError: if it could not.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -302,7 +299,7 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
-    """Upload a folder as one commit into a repository of models, which is made where there is none; return its address.
+    """Upload a folder as one commit into a repository of models, which is made if there is none; return its address.
 
     Args:
         folder: to upload.
@@ -310,7 +307,7 @@ def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
         private: where it is made, it is so that others do not see it; one that they see already is refused.
 
     Raises:
-        ConfigError: where it cannot be done; the folder stays.
+        ConfigError: if it cannot be done; the folder stays.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What is known of a model's dialogues, in the terminal: choice, proof, facts, and a dialogue token by token."""
+"""Facts about a model's dialogues, in the terminal: choice, proof, facts, and a dialogue token by token."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _SHADES: dict[Author, tuple[str, str]] = {
     "tool": ("#fbe3b0", "#f3d087"),
     "model": ("#bfe8b9", "#9ed996"),
 }
-"""Of neighbouring tokens, in turn."""
+"""Colours of neighbouring tokens, in turn."""
 _SPECIAL = Style(bold=True, color="#b00000")
 _MARKS = {"proven": ("proven", "green"), "lacking": ("lacking", "yellow"), "not so": ("not so", "bold red")}
 _WHO = {"model": "sampled"}

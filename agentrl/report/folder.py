@@ -41,12 +41,12 @@ class Told:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationNote:
-    """What stands beside the rollouts of an evaluation."""
+    """Note beside the rollouts of an evaluation."""
 
     step: int
-    """Of the weights that played."""
+    """Step of the weights that played."""
     settings: dict[str, Any]
-    """What of the recipe decided what came out, by name."""
+    """Fields of the recipe that decided the outcome, by name."""
 
 
 _WARNING = TypeAdapter(Told)
@@ -61,7 +61,7 @@ _ROW: TypeAdapter[dict[str, float]] = TypeAdapter(dict[str, float], config=Confi
 
 
 class ReportConfig(BaseModel):
-    """What is written while a run trains."""
+    """Files that are written while a run trains."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -85,13 +85,13 @@ class RunFolder:
         self.tokenizer = path / "tokenizer"
         self.reference = path / "reference"
         self.journal = path / "journal"
-        """What happened to episodes since the newest checkpoint; the pool's."""
+        """Events of episodes since the newest checkpoint; the pool's."""
         self.faults = path / "faults"
         """A folder for each kind of fault of the environment, with a file for each episode of it that was kept."""
         self.evaluations = path / "evaluations"
         """Rollouts of `agentrl eval`, a file for each time, with a note beside it."""
         self.tasks = path / "tasks.json"
-        """Hashes of the tasks with which the run began, where its environment gives some."""
+        """Hashes of the tasks with which the run began, if its environment gives some."""
         self.panel = path / "panel.json"
         """Hashes of the evaluation tasks."""
         self.sources = path / "sources.json"
@@ -119,7 +119,7 @@ class RunFolder:
 
     @staticmethod
     def check_free(path: Path) -> None:
-        """Raise ConfigError where a run cannot begin in this folder."""
+        """Raise ConfigError if a run cannot begin in this folder."""
         if path.exists() and not path.is_dir():
             raise ConfigError(f"run_dir: {path} is a file; name a folder")
         if path.exists() and any(not file.name.endswith(".partial") for file in path.iterdir()):
@@ -169,7 +169,7 @@ class RunFolder:
         """Read the resolved recipe; `begun`: that with which it began.
 
         Raises:
-            ConfigError: where it is not what `write_config` writes: a mapping, with text as keys throughout.
+            ConfigError: if it is not what `write_config` writes: a mapping, with text as keys throughout.
         """
         path = self.begun_config_file if begun else self.config_file
         fix = "put it back, or begin a new run"
@@ -201,7 +201,7 @@ class RunFolder:
         return [row for row, _ in self._rows()]
 
     def last_step(self) -> int:
-        """Return the step of the last row, for which the end of the file alone is read; 0 where there is none yet.
+        """Return the step of the last row, for which the end of the file alone is read; 0 if there is none yet.
 
         Raises:
             ConfigError: as `metrics`, of that row.
@@ -276,12 +276,12 @@ class RunFolder:
         return [path for kind in self.fault_kinds() for path in sorted(kind.glob("*.jsonl"))]
 
     def add_warning(self, warning: Told) -> None:
-        """Note what was told."""
+        """Append a warning to the folder's list."""
         with self._warnings.open("a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(asdict(warning)) + "\n")
 
     def warnings(self) -> list[Told]:
-        """Return what was told so far; a last line that a kill cut short is left out.
+        """Return the warnings so far; a last line that a kill cut short is left out.
 
         Raises:
             ConfigError: for any other line that is no warning.
@@ -292,7 +292,7 @@ class RunFolder:
         """Read what resuming goes by, before it writes anything.
 
         Raises:
-            ConfigError: where something of it is damaged.
+            ConfigError: if something of it is damaged.
         """
         for each in (self._rollouts, self.evaluations, self.faults, self.checkpoints, self.journal):
             check_folder(each)
@@ -331,7 +331,7 @@ def _note_of(evaluation: Path) -> Path:
 def _read_note(path: Path) -> EvaluationNote | None:
     if not os.path.lexists(path):
         return None
-    return read_json(path, _NOTE, fix="delete it, and no card tells of that evaluation")
+    return read_json(path, _NOTE, fix="delete it, and no card has that evaluation")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -1,7 +1,4 @@
-"""A run's log.txt: what it printed and warned, with the time.
-
-What environments did wrong: each kind told once, a few episodes of each kept in the run's folder.
-"""
+"""Log of a run, with the time of each line; faults of environments: each kind logged once, a few episodes kept."""
 
 import re
 import shlex
@@ -72,13 +69,13 @@ class FaultLog:
     """Keeps faults in `faults/KIND/EPISODE.jsonl`, so that what is known outlives this process and is known to the others."""
 
     def __init__(self, run_dir: Path | None, *, piece: Callable[[int], str]) -> None:
-        """Take what gives the text of one token, and the run's folder. None, or no run there: faults are only told."""
+        """Take what gives the text of one token, and the run's folder. None, or no run there: faults are only logged."""
         self._folder, self._piece = None if run_dir is None else RunFolder(run_dir), piece
         self._told: set[str] = set()
-        """Kinds of those that were only told."""
+        """Kinds of those that were only logged."""
 
     def add(self, trajectory: Trajectory, *, step: int) -> str | None:
-        """Keep an episode whose environment failed in a step; return what to tell of it, if it is the first of its kind."""
+        """Keep an episode whose environment failed in a step; return its warning, if it is the first of its kind."""
         fault = trajectory.fault or Fault(kind="unknown")
         if self._folder is None or not self._folder.config_file.is_file():  # no run has begun there
             if fault.kind in self._told:

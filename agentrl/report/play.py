@@ -1,7 +1,4 @@
-"""An environment that a person plays in the terminal.
-
-A recorded episode, played again in its environment.
-"""
+"""Episodes in the terminal: an environment that a person plays, and a recorded episode played again in its environment."""
 
 import re
 import shlex
@@ -75,7 +72,7 @@ def nth_task(env: Env, split: Split, number: int, *, seed: int) -> EnvTask:
     """Return a task of a run with that seed, by its number.
 
     Raises:
-        ConfigError: where there is none.
+        ConfigError: if there is none.
     """
     num = describe(base_env(env)).num_tasks
     length = num.train if split == "train" else num.eval
@@ -149,7 +146,7 @@ def find(run: Path, episode: str) -> TrajectoryRecord:
     """Return the newest record of an episode: those whose environment failed are looked through first.
 
     Raises:
-        ConfigError: where the run keeps none.
+        ConfigError: if the run keeps none.
     """
     folder = RunFolder.open(run)
     if re.fullmatch(r".+/[0-9]{1,9}", episode) is None:

@@ -56,8 +56,8 @@ class TurnRecord(BaseModel):
     finish_reason: FinishReason
     extras: dict[str, Any]
     trained: dict[Literal["ratio", "entropy", "clipped"], list[float | None]] = {}
-    """What the update computed of each action token: the importance ratio of its unit, the policy's entropy, whether it was
-    clipped (1). None: nothing, for it left the loss or had no gradient."""
+    """Values that the update computed for each action token: the importance ratio of its unit, the policy's entropy,
+    whether it was clipped (1). None: nothing, for it left the loss or had no gradient."""
     branch_rewards: list[list[Number]] | None = None
     """This and what follows stands only where the credit scheme read it."""
     signals: dict[Need, float | list[float]] = {}
@@ -97,7 +97,7 @@ class TrajectoryRecord(BaseModel):
     task_index: NonNegativeInt | None = None
     stage: NonNegativeInt = 0
     signals: dict[Need, float] = {}
-    """Of the trajectory as a whole."""
+    """Signals of the trajectory as a whole."""
 
 
 _RECORD = TypeAdapter(TrajectoryRecord)
@@ -202,7 +202,7 @@ def _turn(record: TurnRecord) -> Turn:
 
 
 def _trained(notes: Notes) -> dict[Any, list[float | None]]:
-    """Return a turn's columns, short; none where nothing was computed."""
+    """Return a turn's columns, short; none if nothing was computed."""
     if all(np.isnan(column_T).all() for column_T in notes.values()):
         return {}
     return {

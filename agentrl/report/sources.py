@@ -32,7 +32,7 @@ def sources(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def note_sources(folder: RunFolder, config: Mapping[str, Any]) -> None:
-    """Note the sources with which a run begins, where its recipe names some."""
+    """Note the sources with which a run begins, if its recipe names some."""
     if found := sources(config):
         write_whole(folder.sources, _SOURCES.dump_json(found, indent=1))
 
@@ -41,7 +41,7 @@ def read_sources(folder: RunFolder) -> dict[str, str]:
     """Return the sources with which a run began; empty if none are noted.
 
     Raises:
-        ConfigError: where the file is damaged.
+        ConfigError: if the file is damaged.
     """
     if not os.path.lexists(folder.sources):
         return {}

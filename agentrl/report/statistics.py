@@ -1,10 +1,6 @@
-"""What a few seeds say: intervals, tests and power of paired differences. Pure functions of numbers.
+"""Statistics of a few seeds (intervals, tests and power of paired differences), curves as a picture, evaluations as tables.
 
 A run is one observation, whatever the number of its tasks: runs of one recipe differ by their seeds.
-
-Metrics over the steps as a picture, where matplotlib is installed.
-
-An evaluation as tables for the terminal, and as one JSON object.
 """
 
 import math
@@ -33,7 +29,7 @@ class Estimate:
     """Ends of the interval. None: one value alone, or values without spread, give none."""
     high: float | None
     p: float | None
-    """How often a mean as far from 0 comes by chance where the true one is 0 (two-sided). None: no interval either."""
+    """p value: how often a mean as far from 0 comes by chance if the true one is 0 (two-sided). None: no interval either."""
 
 
 def estimate(values: Sequence[float], *, level: float = 0.95) -> Estimate:
@@ -180,7 +176,7 @@ def _checked(values: Sequence[float]) -> "np.ndarray[tuple[int], np.dtype[np.flo
 
 
 CURVES = ("reward/mean", "episode/success", "eval/success", "entropy", "clip/tokens")
-"""What is drawn where nothing is named and the run has it."""
+"""Curves that are drawn by default, if the run has them."""
 
 
 def shown(rows: Sequence[dict[str, float]]) -> list[str]:
@@ -192,7 +188,7 @@ def draw(rows: Sequence[dict[str, float]], names: Sequence[str]) -> Any:
     """Return a matplotlib figure with a curve beside the other.
 
     Raises:
-        UserError: where matplotlib is not installed, or there is no such metric.
+        UserError: if matplotlib is not installed, or there is no such metric.
     """
     try:
         from matplotlib import pyplot as plt
@@ -266,7 +262,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_failed(task: TaskResult) -> bool:
-    """Tell whether no episode of a task solved it; where success is not reported, whether every episode of it failed."""
+    """Return whether no episode of a task solved it; if success is not reported, whether every episode of it failed."""
     return task.reward is None if task.solved is None else task.solved == 0
 
 
@@ -288,7 +284,7 @@ def _unsolved(evaluation: Evaluation) -> Iterator[Table | Text]:
 
 
 def with_unreported(rows: Sequence[Mapping[str, float]], names: Iterable[str]) -> list[dict[str, float]]:
-    """Return rows of metrics in which success, score and pass@k are 0 where episodes were played and none came to report them.
+    """Return rows of metrics in which success, score and pass@k are 0 if episodes were played and none came to report them.
 
     Args:
         rows: metrics of steps.

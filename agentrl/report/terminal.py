@@ -1,9 +1,4 @@
-"""The one place where text goes to the terminal: what models, tools, environments and files say cannot steer it.
-
-Which tasks a run is evaluated on, and how: noted in the run's folder, so that runs can be compared.
-
-A rollout in the terminal, its sampled tokens coloured by advantage.
-"""
+"""The one place that writes to the terminal: text of models, tools, environments and files cannot steer it."""
 
 import hashlib
 import json
@@ -49,7 +44,7 @@ _LISTENERS: list[Callable[[str], None]] = []
 
 @contextmanager
 def heard_by(listener: Callable[[str], None]) -> Iterator[None]:
-    """Tell a listener, in plain text, whatever any console prints meanwhile; and what is noted for it alone."""
+    """Pass to a listener, in plain text, whatever any console prints meanwhile; and what is noted for it alone."""
     _LISTENERS.append(listener)
     try:
         yield
@@ -58,7 +53,7 @@ def heard_by(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Tell listeners what the terminal shows otherwise."""
+    """Pass to listeners what the terminal shows otherwise."""
     for listener in _LISTENERS:
         listener(printable(text))
 
@@ -70,7 +65,7 @@ class Console(console.Console):
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print text as it is, and tell listeners."""
+        """Print text as it is, and pass it to listeners."""
         super().print(*objects, **options)
         if _LISTENERS and objects and all(isinstance(shown, str | Text | Table) for shown in objects):
             plain = console.Console(
@@ -135,7 +130,7 @@ def read_panels(folder: RunFolder) -> dict[str, Panel]:
 
 
 def note_panels(folder: RunFolder, found: Mapping[str, Panel]) -> None:
-    """Note the panels of an evaluation; where they are others than before, those before are forgotten."""
+    """Note the panels of an evaluation; if they are others than before, those before are forgotten."""
     known = read_panels(folder)
     noted = dict(known)
     for prefix, panel in found.items():

@@ -25,17 +25,17 @@ from agentrl.report.public import flat, public
 from agentrl.types import Message, Trajectory, TrajectoryGroup
 
 COLUMNS = ("step", "task", "reward", "ended by", "dialogue")
-"""Of a table of rollouts."""
+"""Columns of a table of rollouts."""
 Rows = Sequence[tuple[int, str, float, str, str]]
 """A table of rollouts."""
 _NUM_GROUPS, _OF_EACH = 4, 2
 """Groups in a table, and rollouts of each."""
 _MAX_CHARACTERS = 20_000
-"""Of a dialogue."""
+"""Length of a dialogue."""
 _KNOWN = TypeAdapter(dict[str, str | tuple[str, int]])
 """By a tracker's name, by what it finds the run again; with the last step that it got, where it lacks some."""
 _PACKAGES = {"comet_ml": "comet-ml"}
-"""What to install, where that is not the name."""
+"""Package to install, if that is not the name."""
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -57,7 +57,7 @@ def check_trackers(names: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run when it starts."""
+    """Facts about a run that a tracker gets when it starts."""
 
     project: str
     folder: Path
@@ -156,10 +156,10 @@ class _Trackio(Tracker):
 
 
 class _MLflow(Tracker):
-    """Where `MLFLOW_TRACKING_URI` says; names of metrics are made such that it takes them."""
+    """Tracker at `MLFLOW_TRACKING_URI`; names of metrics are made such that it takes them."""
 
     def __init__(self, name: str, run: TrackedRun) -> None:
-        import pandas  # noqa: F401, ICN001 - its tables need it, which mlflow-skinny does not bring; better told now
+        import pandas  # noqa: F401, ICN001 - its tables need it, which mlflow-skinny does not bring; better reported now
 
         os.environ.setdefault(
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3"
@@ -182,7 +182,7 @@ _KINDS = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio, "ml
 
 
 class Trackers:
-    """All trackers of a run, on the process that writes its folder. One that fails is told once and left out from there on."""
+    """All trackers of a run, on the rank that writes its folder. One that fails is reported once and then left out."""
 
     def __init__(
         self,
@@ -200,10 +200,10 @@ class Trackers:
             folder: of the run; it keeps by what each finds the run again.
             config: the recipe, which is sent where a tracker's run begins.
             next_step: the step that is about to come; what a tracker lacks of those before it is sent first.
-            on_failure: told the step, a warning's name and its words.
+            on_failure: gets the step, a warning's name and its words.
 
         Raises:
-            ConfigError: where a tracker's run cannot begin. One that cannot be resumed is left out.
+            ConfigError: if a tracker's run cannot begin. One that cannot be resumed is left out.
         """
         self._on_failure = on_failure
         self._step = next_step

@@ -2,7 +2,7 @@
 
 The policy's version is the number of finished steps. The engine holds a copy of the weights, and each step syncs new
 ones. All ranks run this loop: each collects its share of a step's groups, rank 0 credits all of them, and scatters the
-update over the ranks.
+update over the ranks. `examples/own_loop.py` is another loop, made of the same parts.
 """
 
 import asyncio

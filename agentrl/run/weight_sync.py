@@ -68,7 +68,7 @@ class WeightSync:
             EngineError: with the difference and the bound.
         """
         bound, weights = self._agreement, self._learner.state.weights
-        # Rows change places: a probability of one token becomes that of another.
+        # Wrong weights on purpose: rows are rotated, so that the probability of one token becomes that of another.
         perturbed = ((name, tensor.roll(1, 0) if tensor.ndim > 1 else tensor) for name, tensor in weights())
         self._load(perturbed, version)
         least = min(self._differences())

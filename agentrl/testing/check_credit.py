@@ -1,12 +1,6 @@
-"""What every credit scheme must keep to, as one call: `check_credit(MyScheme())`.
+"""Promises of every credit scheme, as one call: `check_credit(MyScheme())`.
 
-Other values of a pydantic field, told from its type, to see whether the field does anything.
-
-The made-up groups that `check_credit` asks schemes about.
-
-A credit scheme under test: how it is asked, and what it answers.
-
-Whether each option of a credit scheme does anything.
+Schemes are asked about made-up groups, and each of their options is changed to see whether it does anything.
 """
 
 import enum
@@ -29,7 +23,7 @@ from agentrl.types import FinishReason, StopReason, Trajectory, TrajectoryGroup
 
 
 def is_closed(annotation: Any) -> bool:
-    """Tell whether a type has few values: bool, Literal, Enum, and what is composed of them."""
+    """Return whether a type has few values: bool, Literal, Enum, and what is composed of them."""
     annotation = _plain(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
         return all(is_closed(part) for part in get_args(annotation))
@@ -38,7 +32,7 @@ def is_closed(annotation: Any) -> bool:
 
 
 def other_values(annotation: Any, given: Any) -> Iterator[Any]:
-    """Yield values of a type that are not the given one; nothing for types that tell none."""
+    """Yield values of a type that are not the given one; nothing for types that have none."""
     annotation = _plain(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
         for part in get_args(annotation):
@@ -188,7 +182,7 @@ class Subject:
 
 
 def same(first: Mapping[str, Credit], second: Mapping[str, Credit], *, factor: float = 1.0) -> bool:
-    """Tell whether `factor` times the first is the second, up to float32, for the same trajectories."""
+    """Return whether `factor` times the first is the second, up to float32, for the same trajectories."""
     return first.keys() == second.keys() and all(
         np.array_equal(first[key].keep_T, second[key].keep_T)
         and first[key].advantages_T.shape == second[key].advantages_T.shape
@@ -225,7 +219,7 @@ def idle_options(subject: Subject) -> Iterator[str]:
     for name, values in tries.items():
         if not values:
             if not is_closed(cls.model_fields[name].annotation):
-                yield f"option {name}: its type tells no other value to try; give some in options={{{name!r}: [...]}}"
+                yield f"option {name}: its type has no other value to try; give some in options={{{name!r}: [...]}}"
             continue
         others = {other: choices for other, choices in discrete.items() if other != name}
         bases = (given | chosen for chosen in itertools.islice(_combinations(others), MAX_BASES))
@@ -256,7 +250,7 @@ def _matters(
 def _outcomes(
     subject: Subject, fields: Mapping[str, Any], batches: Sequence[Groups]
 ) -> list[dict[str, Credit] | None] | None:
-    """Credit each batch, None where it is refused; None for all where the fields make no valid scheme."""
+    """Credit each batch, None if it is refused; None for all where the fields make no valid scheme."""
     try:
         scheme = type(subject.scheme).model_validate(fields)
     except ValidationError:
@@ -272,7 +266,7 @@ def _outcomes(
 
 
 _TURN_DATA = frozenset({Need.TURN_REWARDS, Need.STATE_KEYS, Need.VALUES, Need.BRANCHES})
-"""What tells the turns of a trajectory apart by what they earned or led to."""
+"""Signals that differ between the turns of a trajectory by what they earned or led to."""
 _FIELDS = {
     Need.STATE_KEYS: ("state_key", "next_state_key"),
     Need.ACTION_KEYS: ("action_key",),
@@ -293,7 +287,7 @@ def check_credit(
     options: Mapping[str, Sequence[Any]] | None = None,
     prepare: Prepare | None = None,
 ) -> None:
-    """Raise with all that is wrong with a credit scheme; return where nothing is.
+    """Raise with all that is wrong with a credit scheme; return if nothing is.
 
     Every scheme is held to: one finite credit for each action token, the same at each call; following its trajectories
     when they are put in another order or renamed; blindness to observation tokens, the action's length and failed
@@ -312,7 +306,7 @@ def check_credit(
         leave_one_out: its baseline does not read the trajectory's own return, and nothing is divided by a statistic.
             None: where `normalize` is "leave_one_out", or `leave_one_out` is true and `normalize` is "none" or absent.
         batch_wide: groups influence each other. None: where `normalize` is "batch".
-        options: values to try for options whose type does not tell any (text, nested models, callables).
+        options: values to try for options whose type does not give any (text, nested models, callables).
         prepare: adds to the made-up groups what the scheme reads beyond them; it is called on each.
 
     Raises:
@@ -468,7 +462,7 @@ def _needs(subject: Subject) -> Iterator[str]:
 
 
 def _discount(subject: Subject) -> Iterator[str]:
-    """A critic learns returns under the discount that the scheme tells; one that is kept to itself would be 1 there."""
+    """A critic learns returns under the discount that the scheme declares; one that is kept to itself would be 1 there."""
     scheme = subject.scheme
     if Need.VALUES in scheme.needs and "gamma" in type(scheme).model_fields and scheme.critic_discount() is None:
         yield "the critic does not learn returns under gamma: let critic_discount() return it"

@@ -1,4 +1,4 @@
-"""What every engine must keep to, as one call: `await check_engine(engine, vocab_size=...)`."""
+"""Promises of every engine, as one call: `await check_engine(engine, vocab_size=...)`."""
 
 import asyncio
 import math
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 _TEMPERATURES = (0.6, 1.0, 1.5)
 _NUM_TOKENS = 24
 _PAUSES_AT = (0.5, 0.25, 0.75, 0.1, 0.02, 0.9)
-"""Where to interrupt, as shares of the time that the whole takes; the first that catches a request is enough."""
+"""Times of interrupts, as fractions of the time that the whole takes; the first that catches a request is enough."""
 
 
 async def check_engine(
@@ -35,7 +35,7 @@ async def check_engine(
     bound: float = 1e-4,
     timeout_s: float = 60.0,
 ) -> None:
-    """Raise with all that is wrong with an engine; return where nothing is.
+    """Raise with all that is wrong with an engine; return if nothing is.
 
     The engine must be idle, and its model's distribution not all but certain. With `weights` it holds the first set
     again at the end, under a higher version. A cache that conversations share is proven fresh only by a reference.
@@ -212,7 +212,7 @@ async def _company(subject: _Subject) -> AsyncIterator[str]:
 
 
 async def _turns(subject: _Subject) -> AsyncIterator[str]:
-    """What is kept from turn to turn changes nothing."""
+    """State kept from turn to turn changes nothing."""
     context = subject.prompt(4)
     with subject.engine.conversation("turns"):
         for turn in range(4):
@@ -346,7 +346,7 @@ async def _busy(subject: _Subject) -> AsyncIterator[str]:
             await subject.wait(subject.engine.load_weights(subject.weights[0].items(), subject.engine.version + 1))
         except EngineError:
             is_refused = True
-        # One that had ended by then proves nothing; its task may not have been told yet.
+        # One that had ended by then proves nothing; its task may not know it yet.
         was_running &= not (await asyncio.wait({task}, timeout=0.1 * whole_s))[0]
         await task
         if is_refused:

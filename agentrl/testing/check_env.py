@@ -1,9 +1,4 @@
-"""Proves that an environment keeps the contract of `agentrl.MessageEnv`, or says in plain words where it does not.
-
-Whether what is put around an environment lets it be played.
-
-What `check_env` found out about an environment that keeps the contract.
-"""
+"""Proof that an environment and its wrappers keep the contract of `agentrl.MessageEnv`, with a line for each breach."""
 
 import itertools
 import pickle
@@ -48,7 +43,7 @@ def check_wrappers(make: Callable[[], Session], seed: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedEnv:
-    """What was proven of an environment, and what was not."""
+    """Proofs about an environment, and what could not be proven."""
 
     name: str
     lines: tuple[str, ...]

@@ -1,7 +1,4 @@
-"""What every renderer must keep to, as one call: `check_renderer(MyRenderer(tokenizer))`.
-
-The promises of a sandbox.
-"""
+"""Promises of every renderer and of every sandbox, each as one call: `check_renderer(MyRenderer(tokenizer))`."""
 
 import copy
 import time
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_renderer(renderer: "Renderer", *, tools: "Tools | None" = None) -> None:
-    """Raise with all that is wrong with a renderer; return where nothing is.
+    """Raise with all that is wrong with a renderer; return if nothing is.
 
     The same dialogues are played as with a model's own template before a run (`agentrl.chat.proof.template.examine`).
 
@@ -40,7 +37,7 @@ def check_renderer(renderer: "Renderer", *, tools: "Tools | None" = None) -> Non
 
 
 _LATE_S = 5.0
-"""How long beyond its deadline an `exec` may take here."""
+"""Seconds beyond its deadline that an `exec` may take here."""
 _LOOP: dict[Language, str] = {"python": "while True: pass", "sh": "while true; do true; done"}
 _ECHO: dict[Language, str] = {"python": "print('well')", "sh": "echo well"}
 _LONG: dict[Language, str] = {"python": "print('x' * 5000)", "sh": f"echo {'x' * 5000}"}
@@ -59,7 +56,7 @@ def check_sandbox(sandbox: str | Mapping[str, Any]) -> None:
 
     Raises:
         CheckError: listing what is wrong.
-        UserError: where it cannot be had here.
+        UserError: if it cannot be had here.
     """
     named = {"name": sandbox} if isinstance(sandbox, str) else dict(sandbox)
     lines: list[str] = []

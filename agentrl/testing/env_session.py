@@ -28,7 +28,7 @@ class Problem(Exception):  # noqa: N818 - a finding about the environment
         super().__init__(line)
         self.line = line
         self.words = words
-        """What the environment's own exception said."""
+        """Message of the environment's own exception."""
 
 
 class Hang(Problem):
@@ -55,7 +55,7 @@ class Report:
         return [line for line in self._lines if not any(o != line and o.startswith(line) for o in self._lines)]
 
     def mentions(self, words: str) -> bool:
-        """Tell whether some line already has these words."""
+        """Return whether some line already has these words."""
         return any(words in line for line in self._lines)
 
     @contextlib.contextmanager
@@ -116,7 +116,7 @@ class Report:
 
 
 class StepResult(NamedTuple):
-    """What `step` returned, and the key after it."""
+    """Values that `step` returned, and the key after it."""
 
     observation: tuple[Message, ...]
     reward: float
@@ -127,7 +127,7 @@ class StepResult(NamedTuple):
 
     @property
     def is_end(self) -> bool:
-        """True where no further step may follow."""
+        """True if no further step may follow."""
         return self.terminated or self.truncated
 
 
@@ -144,14 +144,14 @@ class Session:
 
     @cached_property
     def has_oracle(self) -> bool:
-        """True where the environment defines an oracle, which may be none for its options."""
+        """True if the environment defines an oracle, which may be none for its options."""
         if type(self.env).oracle is MessageEnv.oracle:
             return False
         try:
             self.report.call("oracle()", lambda: ask_oracle(self.env))
         except Hang:
             raise
-        except Problem as problem:  # another one is told where it is asked for a message
+        except Problem as problem:  # another one is reported when it is asked for a message
             return not isinstance(problem.__cause__, NotImplementedError)
         return True
 

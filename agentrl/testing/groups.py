@@ -30,10 +30,10 @@ def make_group(
         rewards: reward of each turn; its shape is the shape of all the others.
         state_keys: key of the situation before each turn; the next turn's becomes the `next_state_key`.
         action_keys: key of each turn's action.
-        action_lengths: number of sampled tokens of each turn, 1 where not given.
-        observation_lengths: number of observation tokens before each turn, 2 where not given.
-        group_id: "g" where not given.
-        fields: any other field of `Turn`, or any signal, such as values; where it holds one number for each
+        action_lengths: number of sampled tokens of each turn, 1 if not given.
+        observation_lengths: number of observation tokens before each turn, 2 if not given.
+        group_id: "g" if not given.
+        fields: any other field of `Turn`, or any signal, such as values; if it holds one number for each
             action token, one number stands for all of them. None: this turn lacks the signal.
 
     Raises:
@@ -47,29 +47,15 @@ def make_group(
         raise UserError(f"{unknown[0]}: a turn has no such field.{suggest(unknown[0], known)}")
     given |= (own_fields := {name: nested for name, nested in fields.items() if nested is not None})
     for name, nested in given.items():
-        if nested is not None and [len(row) for row in nested] != [len(row) for row in rewards]:
-            raise UserError(
-                f"{name}: expected one list for each trajectory with one entry for each turn, of lengths "
-                f"{[len(row) for row in rewards]} as in rewards, got lengths {[len(row) for row in nested]}"
-            )
+        _check_shape(name, nested, rewards)
 
     def at(nested: Nested | None, i: int, k: int, default: Any = None) -> Any:
         return default if nested is None or k >= len(nested[i]) else nested[i][k]
 
-    def spread(name: str, value: Any, num: int) -> Any:
-        is_per_token = (
-            signals[Need(name)].is_per_token if name in signals else name in ("behavior_logprobs", "versions")
-        )
-        if not is_per_token or value is None:
-            return value
-        if isinstance(value, Sequence):
-            return tuple(value)
-        return (int(value) if name == "versions" else float(value),) * num
-
     def turn(i: int, k: int) -> Turn:
         num_actions, num_observations = at(action_lengths, i, k, 1), at(observation_lengths, i, k, 2)
         first = 0 if k == 0 else 5 * i + 3 * k
-        own = {name: spread(name, nested[i][k], num_actions) for name, nested in own_fields.items()}
+        own = {name: _spread(name, nested[i][k], num_actions) for name, nested in own_fields.items()}
         made_up: dict[str, Any] = {
             "behavior_logprobs": tuple(-0.25 * (1 + (i + k + t) % 5) for t in range(num_actions)),
             "signals": {name: value for name, value in own.items() if name in signals and value is not None},
@@ -97,3 +83,22 @@ def make_group(
             for i, row in enumerate(rewards)
         ),
     )
+
+
+def _check_shape(name: str, nested: Nested | None, rewards: Nested) -> None:
+    if nested is not None and [len(row) for row in nested] != [len(row) for row in rewards]:
+        raise UserError(
+            f"{name}: expected one list for each trajectory with one entry for each turn, of lengths "
+            f"{[len(row) for row in rewards]} as in rewards, got lengths {[len(row) for row in nested]}"
+        )
+
+
+def _spread(name: str, value: Any, num: int) -> Any:
+    """Return a field's value with one entry for each action token, if it is one that has such."""
+    signals = signal_classes()
+    is_per_token = signals[Need(name)].is_per_token if name in signals else name in ("behavior_logprobs", "versions")
+    if not is_per_token or value is None:
+        return value
+    if isinstance(value, Sequence):
+        return tuple(value)
+    return (int(value) if name == "versions" else float(value),) * num

@@ -1,4 +1,4 @@
-"""What a turn led to, less what other actions in its place led to: C3. Experimental."""
+"""C3: the value that a turn led to, less what other actions in its place led to. Experimental."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Literal

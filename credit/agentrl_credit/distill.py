@@ -1,4 +1,4 @@
-"""How much more a teacher likes each token than the policy does: on-policy distillation."""
+"""On-policy distillation: how much more likely a teacher finds each token than the policy does."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Literal
@@ -20,7 +20,7 @@ class Distill(CreditScheme):
     """A_t = sum_j discount^j d_{t+j}, d_t = -(policy log-prob - teacher log-prob) of action token t.
 
     Source: on-policy distillation, arXiv 2306.13649 with the reverse KL; SDPO, 2601.20802, where the teacher is the
-    policy itself, told how the episode ended (`teacher: hindsight`). The policy's log-probability is the one recorded at
+    policy itself, shown how the episode ended (`teacher: hindsight`). The policy's log-probability is the one recorded at
     sampling, so that the mean of d is the negative KL divergence from the teacher. The sum runs over action tokens
     alone, across turns. With discount 0 each token is credited for itself.
 
@@ -33,7 +33,7 @@ class Distill(CreditScheme):
 
     teacher: Literal["model", "reference", "hindsight"] = "model"
     """`model`: the one that `signals.teacher` names. `reference`: the policy with which the run began. `hindsight`: the
-    policy itself, told how the episode ended."""
+    policy itself, shown how the episode ended."""
     discount: float = Field(default=0.0, ge=0, le=1)
     """Weight of the next action token's difference in this one's advantage."""
 

@@ -1,4 +1,4 @@
-"""What an action led to, less what its state leads to, trusted as far as the evidence goes: ECPO."""
+"""ECPO: the value that an action led to, less that of its state, trusted as far as the evidence goes."""
 
 from typing import ClassVar
 

@@ -28,9 +28,9 @@ class EntropyModulated(CreditScheme):
     of: Spec = Field(default={"scheme": "uniform"})
     """The scheme whose advantages are weighted, as under `credit:` in a recipe."""
     sharpness: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """How much more the surest turn of the batch learns than the least sure: exp(sharpness) times."""
+    """Ratio of the weight of the surest turn of the batch to that of the least sure: exp(sharpness)."""
     bonus_sharpness: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """How much more the bonus is before the surest turn than before the least sure: exp(bonus_sharpness) times."""
+    """Ratio of the bonus before the surest turn to that before the least sure: exp(bonus_sharpness)."""
     zeta: float = Field(default=0.05, ge=0, allow_inf_nan=False)
     """Weight of the bonus, in units of advantage."""
 
@@ -39,7 +39,7 @@ class EntropyModulated(CreditScheme):
         return load_credit(self.of)
 
     def finest(self) -> Literal["trajectory", "turn", "token"]:
-        """Return "token" where the inner scheme tells tokens apart."""
+        """Return "token" if the inner scheme distinguishes tokens."""
         return "token" if self.inner().finest() == "token" else "turn"
 
     def requirements(self) -> frozenset[Need]:
@@ -80,5 +80,5 @@ class EntropyModulated(CreditScheme):
 
 
 def _scaled(values_N: Array) -> Array:
-    """Map the smallest to 0 and the largest to 1; all to 0 where they are equal but for rounding."""
+    """Map the smallest to 0 and the largest to 1; all to 0 if they are equal but for rounding."""
     return np.zeros_like(values_N) if is_flat(values_N).all() else (values_N - values_N.min()) / np.ptp(values_N)

@@ -15,7 +15,7 @@ class GroupGAE(Comparison):
         V(s) = (n * mean of G over the n visits to s + shrinkage * pool) / (n + shrinkage)
 
     Source: GAGPO, arXiv 2605.13217. The pool is the mean of G over all turns of the group, and stands in for a state
-    that no other turn visited. With `leave_one_out`, visits and pool are those of the other trajectories. V is 0 where the
+    that no other turn visited. With `leave_one_out`, visits and pool are those of the other trajectories. V is 0 if the
     task ended; a truncated trajectory continues from the value of the state it was left in.
 
     lam = 1 is the whole return less V: unbiased with `leave_one_out`, the step term of GiGPO (biased) without it and without

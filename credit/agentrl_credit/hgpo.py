@@ -1,4 +1,4 @@
-"""What followed a state among visits with the same history, mixed over lengths of history: HGPO."""
+"""HGPO: returns that followed a state among visits with the same history, mixed over lengths of history."""
 
 from typing import ClassVar, Literal
 

@@ -13,7 +13,7 @@ from agentrl_credit.turns import Comparison, Turns, token_column, turn_lengths, 
 class Hindsight(Comparison):
     """A_k = norm(R) + step_weight * norm(rho_k R), rho_k = exp(mean over the turn's tokens of hindsight - policy log-prob).
 
-    Source: HCAPO, arXiv 2603.08754. The hindsight log-probabilities are the policy's own, once it is told how the episode
+    Source: HCAPO, arXiv 2603.08754. The hindsight log-probabilities are the policy's own, once it has seen how the episode
     ended; rho_k is bounded to 1 / max_ratio .. max_ratio. norm is (x - mean) / (sd + eps): of the return over the
     group's trajectories, of rho_k R over all of the group's turns.
 

@@ -28,11 +28,11 @@ class InfoGain(Comparison):
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount; it ticks once per turn."""
     potential: Literal["probability", "log"] = "probability"
-    """What the gain is a difference of."""
+    """Quantity whose difference is the gain."""
     info_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Weight of the gain beside the environment's reward, in units of reward."""
     normalize: Literal["joint", "turn", "none"] = "joint"
-    """What each turn's sum of reward and gain is compared with."""
+    """Baseline of each turn's sum of reward and gain."""
     ddof: Literal[0, 1] = 1
     """The standard deviation divides by the number of turns less this. Read by `joint` and `turn`."""
     eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)

@@ -12,7 +12,7 @@ from agentrl_credit.turns import Spec, turn_lengths
 
 
 class Shuffled(CreditScheme):
-    """What the scheme's advantages gain by being in the right place is lost here; what they amount to stays.
+    """Control: the scheme's advantages are permuted. The gain of being in the right place is lost; their sizes stay.
 
         turns:         A'_k = A_{pi(k)}, pi a permutation of the trajectory's turns, A_k the mean over the turn's tokens
         trajectories:  A'_i = A_{pi(i)}, pi a permutation of the group's trajectories, A_i the mean over all tokens
@@ -30,8 +30,8 @@ class Shuffled(CreditScheme):
     of: Spec = Field(default={"scheme": "uniform"})
     """The scheme whose advantages are dealt out, as under `credit:` in a recipe."""
     among: Literal["turns", "trajectories"] | None = None
-    """What is permuted: turns within each trajectory, or trajectories within each group. None: turns, where the scheme tells
-    them apart."""
+    """Permuted units: turns within each trajectory, or trajectories within each group. None: turns, if the scheme
+    distinguishes them."""
     seed: int = Field(default=0, ge=0)
     """Seed of the permutations."""
 

@@ -53,7 +53,7 @@ def gae(
 
     A_k = delta_k + gamma * lam * A_{k+1},    delta_k = r_k + gamma * V_{k+1} - V_k,    V_K = final_value
 
-    Source: arXiv 1506.02438, eq. 16. `final_value` is 0 where the task ended; a truncated trajectory has the value of
+    Source: arXiv 1506.02438, eq. 16. `final_value` is 0 if the task ended; a truncated trajectory has the value of
     what it was cut off from. Shapes: (K,), (K,) -> (K,).
 
     Raises:
@@ -81,7 +81,7 @@ class CellMeans(NamedTuple):
     """The mean over each value's cell, and how many values it is a mean of."""
 
     mean_N: Array
-    """0 where the count is 0."""
+    """0 if the count is 0."""
     count_N: Ints
 
 
@@ -124,7 +124,7 @@ def shrink(means: CellMeans, priors_N: npt.ArrayLike, *, kappa: float) -> Array:
 
 
 def is_flat(values_N: npt.ArrayLike, cells_N: npt.ArrayLike | None = None) -> Bools:
-    """Tell of each value whether its cell's are all equal but for rounding: max - min <= 1e-12 * max |x|.
+    """Return for each value whether its cell's are all equal but for rounding: max - min <= 1e-12 * max |x|.
 
     Rewards such as .1 + .2 and .3 are equal to their author; divided by their standard deviation they would not be.
     Shapes: (N,) -> (N,).
@@ -139,7 +139,7 @@ def is_flat(values_N: npt.ArrayLike, cells_N: npt.ArrayLike | None = None) -> Bo
 
 
 def center(values_N: npt.ArrayLike, cells_N: npt.ArrayLike | None = None) -> Array:
-    """Subtract the cell's mean: x_n - mean(x), exactly 0 where all are equal.
+    """Subtract the cell's mean: x_n - mean(x), exactly 0 if all are equal.
 
     Source: Dr. GRPO, arXiv 2503.20783. Shapes: (N,) -> (N,).
     """
@@ -148,7 +148,7 @@ def center(values_N: npt.ArrayLike, cells_N: npt.ArrayLike | None = None) -> Arr
 
 
 def standard_deviation(values_N: npt.ArrayLike, cells_N: npt.ArrayLike | None = None, *, ddof: int) -> Array:
-    """Return each cell's sqrt(sum (x_n - mean)^2 / (n - ddof)); exactly 0 where all are equal or n <= ddof.
+    """Return each cell's sqrt(sum (x_n - mean)^2 / (n - ddof)); exactly 0 if all are equal or n <= ddof.
 
     Shapes: (N,) -> (N,), the same number throughout a cell.
     """
@@ -158,7 +158,7 @@ def standard_deviation(values_N: npt.ArrayLike, cells_N: npt.ArrayLike | None = 
 
 
 def group_normalize(values_N: npt.ArrayLike, cells_N: npt.ArrayLike | None = None, *, ddof: int, eps: float) -> Array:
-    """Standardise: (x_n - mean) / (sd + eps), exactly 0 where all of a cell are equal.
+    """Standardise: (x_n - mean) / (sd + eps), exactly 0 if all of a cell are equal.
 
     Source: GRPO, arXiv 2402.03300, section 4.1.2, which leaves `ddof` and `eps` open. Shapes: (N,) -> (N,).
     """
@@ -168,7 +168,7 @@ def group_normalize(values_N: npt.ArrayLike, cells_N: npt.ArrayLike | None = Non
 def leave_one_out(
     values_N: npt.ArrayLike, cells_N: npt.ArrayLike | None = None, *, owners_N: npt.ArrayLike | None = None
 ) -> Array:
-    """Subtract the mean of what the others got: x_n - mean{x_m : owner_m != owner_n}; 0 where there are no others.
+    """Subtract the mean of what the others got: x_n - mean{x_m : owner_m != owner_n}; 0 if there are no others.
 
     Without `owners_N` each value is its own owner, which is RLOO, arXiv 2402.14740. With them, all values of the same
     owner leave the baseline, so that it stays independent of a trajectory that has several values in the cell.

@@ -15,7 +15,7 @@ class TurnGAE(CreditScheme):
     """A_k = sum_j (gamma * lam)^j delta_{k+j}, delta_k = r_k + gamma * V_{k+1} - V_k, the same on all tokens of a turn.
 
     Source: Turn-PPO, arXiv 2511.20718. V_k is the critic's value at the turn's first token (what the turn begins with) or
-    at its last one. After the last turn V is 0 where the task ended; a truncated trajectory has the critic's value of
+    at its last one. After the last turn V is 0 if the task ended; a truncated trajectory has the critic's value of
     where it was cut off.
 
     It is as good as its critic: watch `critic/explained_variance`.

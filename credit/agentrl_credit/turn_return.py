@@ -28,7 +28,7 @@ class TurnReturn(Comparison):
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount; it ticks once per turn."""
     baseline: Literal["pool", "state", "turn"] = "pool"
-    """Which turns of the group a turn is compared with. `state` needs the environment's state keys."""
+    """Turns of the group that a turn is compared with. `state` needs the environment's state keys."""
     leave_one_out: bool = True
     """Keep all turns of the own trajectory out of the baseline."""
     normalize: Literal["none", "std", "batch"] = "none"
@@ -40,7 +40,7 @@ class TurnReturn(Comparison):
     """Added to the standard deviation, in units of reward. Read by `std` and `batch`."""
 
     def requirements(self) -> frozenset[Need]:
-        """Return what this instance reads: states tell turns apart even where only the last one is rewarded."""
+        """Return what this instance reads: states distinguish turns even if only the last one is rewarded."""
         return frozenset({Need.STATE_KEYS if self.baseline == "state" else Need.TURN_REWARDS})
 
     def advantages(self, turns: Turns) -> Array:

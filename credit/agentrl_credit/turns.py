@@ -198,7 +198,7 @@ def turn_means(column_T: Array, lengths_K: Sequence[int]) -> Array:
 
 
 def requirements_after(then: CreditScheme) -> frozenset[Need]:
-    """Return what a scheme reads once turns have been given rewards that tell them apart."""
+    """Return what a scheme reads once turns have been given rewards that distinguish them."""
     return then.requirements() - {Need.TURN_REWARDS}
 
 
@@ -208,10 +208,10 @@ def turn_lengths(trajectory: Trajectory) -> list[int]:
 
 
 def final_value(trajectory: Trajectory) -> float:
-    """Return what a truncated trajectory still had ahead of it by the critic's word; 0 where the task ended.
+    """Return what a truncated trajectory still had ahead of it by the critic's word; 0 if the task ended.
 
     Raises:
-        CreditError: where a truncated trajectory has no such value.
+        CreditError: if a truncated trajectory has no such value.
     """
     if not trajectory.truncated:
         return 0.0

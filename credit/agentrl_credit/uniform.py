@@ -25,7 +25,7 @@ class Uniform(Comparison):
     paper: ClassVar = "GRPO 2402.03300, Dr. GRPO 2503.20783, RLOO 2402.14740, REINFORCE++ 2501.03262"
 
     normalize: Literal["std", "none", "leave_one_out", "batch"] = "std"
-    """What the difference is taken from and divided by."""
+    """Baseline and scale of the difference."""
     ddof: Literal[0, 1] = 1
     """The standard deviation divides by the number of trajectories less this. Read by `std` and `batch`."""
     eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)

@@ -18,7 +18,7 @@ class Calculator(ToolEnv):
 
     A call of an operation as it stands in the expression, with both operands known, earns `turn_reward` and replaces
     that operation by its value wherever it stands; any other call returns its true result and earns nothing. The last
-    number of the first turn without a call is the answer: it ends the task and earns 1 where it is right.
+    number of the first turn without a call is the answer: it ends the task and earns 1 if it is right.
     """
 
     def __init__(

@@ -1,10 +1,6 @@
 """A customer with wishes, a database, and a policy that forbids some of them.
 
-The shop of `customer_service`: its orders, what customers wish, and what the policy demands then.
-
-A customer played by a language model, behind an OpenAI-compatible endpoint.
-
-What an agent says and calls to serve a customer, for the oracle of `customer_service`.
+The customer is played by rules, or by a language model behind an OpenAI-compatible endpoint.
 """
 
 import functools
@@ -86,7 +82,7 @@ class Shop:
         return {rule for refused, rule in self.refusals if refused == number}
 
     def is_settled(self, number: int, before: "Shop") -> bool:
-        """Tell whether anything was done about an order, right or wrong."""
+        """Return whether anything was done about an order, right or wrong."""
         return bool(self.rules(number)) or self.orders[number] != before.orders[number]
 
 
@@ -96,11 +92,11 @@ class Wish:
 
     kind: Kind
     text: str
-    """How the customer says it, without a fact."""
+    """Words of the customer, without a fact."""
     number: int
-    """Of the order; 0 where it is about none."""
+    """Number of the order; 0 if it is about none."""
     detail: str
-    """The size or the address that is wished; empty where there is none."""
+    """The size or the address that is wished; empty if there is none."""
     insists: bool
     """Whether the customer takes no for an answer at the first time."""
 
@@ -117,7 +113,7 @@ class Case:
     demanded: Shop
 
     def is_for_human(self, place: int) -> bool:
-        """Tell whether the policy passes a wish on: the last one, if any, for that ends the talk."""
+        """Return whether the policy passes a wish on: the last one, if any, for that ends the talk."""
         return self.demanded.is_transferred and place == len(self.wishes) - 1
 
     def served(self, shop: Shop) -> set[int]:
@@ -227,14 +223,14 @@ def _wish(rng: np.random.Generator, shop: Shop, email: str, *, insists: float, o
 
 
 END = "[END]"
-"""What the customer says when nothing is left to say."""
+"""Last message of the customer."""
 _FIRST_WAIT_S = 0.5
 _MAX_CHARS = 2_000
 _MAX_ERROR = 300
 
 
 class UserConfig(BaseModel):
-    """Where the model is that plays the customer."""
+    """Endpoint of the model that plays the customer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -248,11 +244,11 @@ class UserConfig(BaseModel):
     timeout_s: PositiveFloat = 15.0
     """Deadline of a request; keep `rollout.env_timeout_s` above that of all tries."""
     max_retries: NonNegativeInt = 2
-    """How often a request is made again that got no answer, or an error of the server's own."""
+    """Retries of a request that got no answer, or an error of the server's own."""
 
 
 def script(case: Case) -> str:
-    """Return what the model is told about the customer it plays."""
+    """Return the instructions of the model that plays the customer."""
     wishes = []
     for place, wish in enumerate(case.wishes, start=1):
         facts = (
@@ -273,7 +269,7 @@ def speak(config: UserConfig, case: Case, said: Sequence[Message]) -> str:
     """Return what the model says next in a talk in which the customer is the assistant.
 
     Raises:
-        EnvironmentFailure: where it does not answer; the policy did nothing wrong.
+        EnvironmentFailure: if it does not answer; the policy did nothing wrong.
     """
     messages = [{"role": "system", "content": script(case)}, *said]
     body = {
@@ -358,7 +354,7 @@ class CustomerService(ToolEnv):
 
     The customer tells a fact when asked for it, has one wish after the other, insists on some that were refused, and
     leaves after too many replies that do not help. Each change or refusal that the policy demands earns its share of
-    `turn_reward` when it is made. At the end 1 is earned where the database is as the policy demands it, to the last order:
+    `turn_reward` when it is made. At the end 1 is earned if the database is as the policy demands it, to the last order:
     every wish done, refused by the right rule or transferred, and nothing else changed.
     """
 

@@ -130,10 +130,10 @@ class FrozenLake(ToolEnv):
 
 
 class Lake(NamedTuple):
-    """What follows from a map; shared by all environments, and never changed."""
+    """Facts that follow from a map; shared by all environments, and never changed."""
 
     distances_S: npt.NDArray[np.float64]
-    """Steps from each tile to the goal around all holes; infinite where there is no way."""
+    """Steps from each tile to the goal around all holes; infinite if there is no way."""
     best: list[list[int]]
     """Optimal directions of each tile."""
 

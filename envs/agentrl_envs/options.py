@@ -1,9 +1,4 @@
-"""Checks of constructor options, in words for the person who wrote them.
-
-Invented names, the same in every process; no two of a kind are alike.
-
-Tasks of training and evaluation, kept apart by a hash of what the task is.
-"""
+"""Parts of all environments: checks of constructor options, invented names, and splits by a hash of the task."""
 
 import functools
 import hashlib
@@ -34,7 +29,7 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def whole_number(name: str, value: object, *, at_least: int, at_most: int | None = None) -> int:
-    """Return `value` where it is a whole number of the range.
+    """Return `value` if it is a whole number of the range.
 
     Raises:
         UserError: naming the option, what it was given and what it takes.
@@ -47,7 +42,7 @@ def whole_number(name: str, value: object, *, at_least: int, at_most: int | None
 
 
 def share(name: str, value: object, *, at_least: float = 0.0) -> float:
-    """Return `value` where it is a number from `at_least` to 1.
+    """Return `value` if it is a number from `at_least` to 1.
 
     Raises:
         UserError: naming the option, what it was given and what it takes.
@@ -58,7 +53,7 @@ def share(name: str, value: object, *, at_least: float = 0.0) -> float:
 
 
 def finite_number(name: str, value: object) -> float:
-    """Return `value` where it is a finite number.
+    """Return `value` if it is a finite number.
 
     Raises:
         UserError: naming the option, what it was given and what it takes.
@@ -69,7 +64,7 @@ def finite_number(name: str, value: object) -> float:
 
 
 def in_split(task: str, split: str, *, one_in: int = 4) -> bool:
-    """Tell whether a task belongs to a split: one of `one_in` is for evaluation ("eval"), the others are for training."""
+    """Return whether a task belongs to a split: one of `one_in` is for evaluation ("eval"), the others are for training."""
     return (task_hash(task) % one_in == 0) == (split == "eval")
 
 

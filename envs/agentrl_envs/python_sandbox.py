@@ -1,7 +1,4 @@
-"""Write a function, try it on examples, hand it in.
-
-Functions to write: drawn from a seed, or of a bundled list.
-"""
+"""Write a function, try it on examples, hand it in: functions drawn from a seed, or of a bundled list."""
 
 import json
 import re
@@ -31,7 +28,7 @@ class Problem:
     """A function to write."""
 
     text: str
-    """What it does."""
+    """Description of it."""
     signature: str
     """`solve(xs)`."""
     solution: str
@@ -151,7 +148,7 @@ _TASKS = ("arithmetic", "lists", "bundled")
 _MAX_RESULTS = 1_000_000
 """Bytes of results that are read."""
 _MAX_CHARS = 200
-"""Of one value or error in a reply."""
+"""Length of one value or error in a reply."""
 
 # What a submission returns is compared in this process: no expected result is ever where the submission runs.
 _HARNESS = """
@@ -310,7 +307,7 @@ class PythonSandbox(ToolEnv):
 
 
 def _is(result: tuple[bool, str] | None, test: Example) -> bool:
-    """Tell whether a call returned what it should, of the same type: 1 is neither 1.0 nor True."""
+    """Return whether a call returned what it should, of the same type: 1 is neither 1.0 nor True."""
     if result is None or not result[0]:
         return False
     try:
@@ -328,7 +325,7 @@ def _bounded(text: str, limit: int = _MAX_CHARS) -> str:
 
 
 def _with_a_slip(code: str, rng: np.random.Generator) -> str:
-    """Return code with one number, sign or comparison changed; the last `return` gone where there is none."""
+    """Return code with one number, sign or comparison changed; the last `return` gone if there is none."""
     body = code.index("\n")
     places = [match for match in re.finditer(r"\d+|[+*<>-]", code) if match.start() > body]
     if not places:

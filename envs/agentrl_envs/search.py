@@ -1,7 +1,4 @@
-"""Questions to a corpus, each answered by documents that lead to one another.
-
-An invented world, a document about everyone and everything in it, and questions that lead from one to the next.
-"""
+"""Questions to a corpus, each answered by documents that lead to one another, in a world invented from a seed."""
 
 import functools
 import re
@@ -17,21 +14,21 @@ from agentrl_envs.data import read_yaml
 from agentrl_envs.options import names, share, whole_number
 
 _SEED = 20260101
-"""Of the world, which is the same for everyone."""
+"""Seed of the world, which is the same for everyone."""
 _MAX_WORDS = 50
 """Words of a query that count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What is written about one entity."""
+    """Text about one entity."""
 
     title: str
     """The entity's name; no two are alike."""
     text: str
     kind: str
     facts: dict[str, str]
-    """What each relation leads to: a title or a value."""
+    """Target of each relation: a title or a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Question:
 
 @functools.cache
 def corpus() -> tuple[Document, ...]:
-    """Write every document, in an order that tells nothing."""
+    """Write every document, in an order that means nothing."""
     kinds, rng = read_yaml("search.yaml"), np.random.default_rng(_SEED)
     titles: dict[str, list[str]] = {}
     for kind, of in kinds.items():
@@ -159,7 +156,7 @@ class Search(ToolEnv):
     """`What is the river of the birthplace of Mira Torland?`: search, open what leads on, and answer with a name or a number.
 
     Every document that leads to the answer earns its share of `evidence_reward` when it is first opened. The first turn
-    without a call is the answer: it ends the task and earns 1 where it is right, but for case, articles and punctuation.
+    without a call is the answer: it ends the task and earns 1 if it is right, but for case, articles and punctuation.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ _REQUESTS = {
     "rush": "Hurry up {}",
     "hold": "Keep {} for me",
 }
-"""What a customer says, by the tool that serves it."""
+"""Requests of a customer, by the tool that serves them."""
 
 
 class ServiceDesk(ToolEnv):

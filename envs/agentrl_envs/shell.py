@@ -1,7 +1,4 @@
-"""Small jobs on files, done by shell commands.
-
-Small jobs on files: what there is, what is to be done, what must come of it, and a command that does it.
-"""
+"""Small jobs on files, done by shell commands: the files, the task in words, and a command that does it."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +24,11 @@ class Job:
     """A job in a folder of its own."""
 
     text: str
-    """What is to be done."""
+    """Task in words."""
     before: Tree
     """The files of its folder."""
     after: Tree
-    """What they must be."""
+    """Files as they must become."""
     command: str
     """Does it, in any shell."""
 

@@ -21,18 +21,18 @@ _MAX_DRAWS = 1000
 
 
 class Position(NamedTuple):
-    """What moves change."""
+    """State that moves change."""
 
     player: Cell
     boxes: frozenset[Cell]
 
 
 class Level(NamedTuple):
-    """What moves leave as it is."""
+    """Parts that moves leave as they are."""
 
     size: int
     floor: frozenset[Cell]
-    """Where one can stand, targets included."""
+    """Cells on which one can stand, targets included."""
     targets: frozenset[Cell]
 
 
@@ -160,7 +160,7 @@ class Sokoban(ToolEnv):
 
 
 def moved(level: Level, position: Position, to: Direction) -> Position | None:
-    """Return the position after a step, or None where a wall or a second box is in the way."""
+    """Return the position after a step, or None if a wall or a second box is in the way."""
     player = _next(position.player, STEPS[to])
     if player not in level.floor:
         return None

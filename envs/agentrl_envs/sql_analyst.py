@@ -1,12 +1,8 @@
-"""Questions to a database, answered by a query.
+"""Questions to a database, each answered by a query.
 
-One query against a copy of a database, which it can neither change, leave nor keep busy.
-
-A query has a connection of its own, so nothing is shared between threads and nothing needs to be copied or pickled. What
-bounds it is counted, not timed: the same query is refused on every machine. Every value and row is short, every query
-takes a bounded number of SQLite's instructions, and so memory, files of a sort and time are bounded too.
-
-Databases whose rows follow from seeds, of the schemas in `data/sql_analyst.yaml`.
+A query has a connection of its own to a copy, so nothing is shared between threads. Its bounds are counted, not timed: the same
+query is refused on every machine. Every value and row is short, every query takes a bounded number of SQLite's instructions, so
+memory, files of a sort and time are bounded too. Rows follow from seeds, schemas are in `data/sql_analyst.yaml`.
 """
 
 import contextlib
@@ -57,12 +53,12 @@ class QueryError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryResult:
-    """What a query found."""
+    """Rows that a query found."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
     is_cut: bool
-    """True where there are more rows than these."""
+    """True if there are more rows than these."""
     tables: frozenset[str]
     """The tables that it reads."""
 
@@ -71,7 +67,7 @@ def run_query(database: bytes, sql: str, *, max_rows: int) -> QueryResult:
     """Run one SELECT against a serialised database.
 
     Raises:
-        QueryError: where it is malformed, does more than read, or exceeds a limit.
+        QueryError: if it is malformed, does more than read, or exceeds a limit.
     """
     if re.search(r"\bwith\b", sql, re.IGNORECASE) and (
         # SQLite repeats a common table expression wherever it is named: names of names would grow without end as it compiles.
@@ -122,7 +118,7 @@ def run_query(database: bytes, sql: str, *, max_rows: int) -> QueryResult:
 
 
 def same_rows(got: Sequence[Sequence[Any]], expected: Sequence[Sequence[Any]], *, in_order: bool) -> bool:
-    """Tell whether two results hold the same rows, as often, in the same order where that matters.
+    """Return whether two results hold the same rows, as often, in the same order where that matters.
 
     Columns count in their order, and not by name. Numbers are equal within 0.006 or a millionth of their size, so that a
     result may be rounded to two places; a number equals the text that spells it. Text is compared as it is.
@@ -249,9 +245,9 @@ class Question:
     sql: str
     num_rows: int
     seeds: tuple[int, int]
-    """Of the names, and of all else in the database that is shown; the hidden one has the next."""
+    """Seeds of the names, and of all else in the database that is shown; the hidden one has the next."""
     values: dict[str, str] = field(default_factory=dict)
-    """What it asks about, by the place in the text: `{customers.city}`."""
+    """Values it asks about, by the place in the text: `{customers.city}`."""
 
     @property
     def databases(self) -> tuple[bytes, bytes]:
@@ -264,7 +260,7 @@ class SQLAnalyst(ToolEnv):
     """`How many customers live in Oslo?`: look at the tables, try queries, and submit the one that answers.
 
     The first query that runs and reads every table that the question needs earns `turn_reward`. The query that is
-    submitted ends the task and earns 1 where it returns what the right one does: on the database that was shown, and on
+    submitted ends the task and earns 1 if it returns what the right one does: on the database that was shown, and on
     another one with other rows, so that a result that was copied or met by chance is worth nothing.
     """
 

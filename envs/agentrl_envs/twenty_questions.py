@@ -97,7 +97,7 @@ class TwentyQuestions(ToolEnv):
         return self._count(thing, is_it_W, "Yes, that is it!" if is_it_W[self.thing] else "No.")
 
     def answer(self, text: str) -> str:
-        """Answer a question in words, where there are no tools."""
+        """Answer a question in words, if there are no tools."""
         if not self.text:
             return "Use ask or guess."
         said = f" {' '.join(re.findall('[a-z]+', text.lower()))} "

@@ -16,7 +16,7 @@ _MARKS = "-~+"  # absent, elsewhere, in place
 
 
 class Wordle(ToolEnv):
-    """`c- r~ a- n- e+`: guess a word of five letters from what each guess tells of its letters.
+    """`c- r~ a- n- e+`: guess a word of five letters from the marks that each guess gives its letters.
 
     A letter is marked `+` in its place, `~` where it stands elsewhere in the word, `-` where it does not (a letter that
     is guessed more often than the word has it counts as often as the word has it). A guess must be in the list; another

@@ -226,6 +226,17 @@ def test_the_sections_of_a_recipe_hold_classes_too() -> None:
 def test_a_run_that_has_just_begun_has_an_empty_frame(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", load_recipe(TINY).model_dump(mode="json"))
     assert len(TrainedRun(folder.path).to_pandas()) == 0
+    assert "0 steps" in TrainedRun(folder.path)._repr_html_()
+
+
+def test_a_notebook_shows_the_folder_and_the_main_metrics_of_a_run(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "a<b>", load_recipe(TINY).model_dump(mode="json"))
+    for step, reward in enumerate((0.25, 0.5, 0.75)):
+        folder.add_metrics({"step": step, "reward/mean": reward})
+    page = TrainedRun(folder.path)._repr_html_()
+    assert "a&lt;b&gt;" in page
+    assert "2 steps" in page
+    assert "<td>reward/mean</td><td>0.25</td><td>0.75</td>" in page
 
 
 def test_naming_another_environment_or_scheme_drops_the_options_of_the_former() -> None:

@@ -157,8 +157,8 @@ def test_where_nothing_is_told_routers_choose_themselves(anchor: str) -> None:
     first, second = (
         learner.update(groups, CREDITS, version=1) for learner, groups in ((replayed, told), (free, silent))
     )
-    assert (first["moe/told"], first["moe/unlike_engine"]) == (1, 0)
-    assert second["moe/told"] == 0
+    assert (first["moe/replayed"], first["moe/unlike_engine"]) == (1, 0)
+    assert second["moe/replayed"] == 0
     assert "moe/unlike_engine" not in second
     assert first["first/engine_difference"] == pytest.approx(second["first/engine_difference"], rel=1e-9)
     assert not torch.equal(weights(replayed), weights(free))  # in the second one they are not
@@ -167,7 +167,7 @@ def test_where_nothing_is_told_routers_choose_themselves(anchor: str) -> None:
 def test_a_step_tells_how_far_engine_and_trainer_are_apart() -> None:
     groups = told_by(mixture(1), GROUPS, unknown=[1])
     metrics = learner_of(mixture(0)).update(groups, CREDITS, version=1)
-    assert 0.3 < metrics["moe/told"] < 0.95
+    assert 0.3 < metrics["moe/replayed"] < 0.95
     assert 0.3 < metrics["moe/unlike_engine"] < 1
 
 

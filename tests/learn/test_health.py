@@ -85,10 +85,10 @@ def test_what_fell_is_told_by_its_best_four_steps_in_a_row() -> None:
 
 
 def test_where_a_policy_collapsed_what_follows_is_not_told() -> None:
-    follows: dict[Sign, str] = {"alike": "a", "cut_off": "b", "runaway": "c"}
+    follows: dict[Sign, str] = {"zero_spread": "a", "cut_off": "b", "runaway": "c"}
     assert newly_detected({"collapse": "d", **follows}, [row()]) == {"collapse": "d"}
     assert newly_detected(follows, [row(health__collapse=1.0), row()]) == {}
-    assert newly_detected(follows, [row(health__alike=1.0), row()]) == {"cut_off": "b", "runaway": "c"}
+    assert newly_detected(follows, [row(health__zero_spread=1.0), row()]) == {"cut_off": "b", "runaway": "c"}
 
 
 def noisy(success: Sequence[float]) -> list[dict[str, float]]:
@@ -135,7 +135,7 @@ def test_a_harder_stage_is_no_collapse_and_a_collapse_within_it_is() -> None:
 
 def test_what_is_too_old_to_be_trained_on_is_told_as_that() -> None:
     rows = [row(0.5, credit__zero_advantage=1.0, groups__zero_spread=0.2)] * 9
-    assert "groups earned differently, but no token that is trained on has an advantage" in signs(rows)["alike"]
+    assert "groups earned differently, but no token that is trained on has an advantage" in signs(rows)["zero_spread"]
 
 
 def test_another_recipe_is_no_collapse() -> None:
@@ -178,11 +178,11 @@ def test_steps_of_which_a_file_has_lost_a_metric_end_no_run(name: str) -> None:
 
 def test_groups_that_earn_alike_for_long_are_told_with_the_field() -> None:
     never = [row(0.0)] * 8
-    assert told(never) == [(8, "alike")]
+    assert told(never) == [(8, "zero_spread")]
     assert told([*never[:7], row(0.1), *never[:7]]) == []
     lost = {name: value for name, value in never[3].items() if name != "credit/zero_advantage"}
     assert told([*never[:3], lost, *never[4:]]) == []
-    words = signs([row(reward__mean=step, credit__zero_advantage=1.0) for step in range(8)])["alike"]
+    words = signs([row(reward__mean=step, credit__zero_advantage=1.0) for step in range(8)])["zero_spread"]
     assert "mean reward 7)" in words
     assert "env.options" in words
 
@@ -209,7 +209,7 @@ def test_steps_in_which_every_episode_failed_tell_of_no_limit() -> None:
 
 def test_a_sign_is_told_once_in_a_run_also_when_it_comes_back() -> None:
     never = [row(0.0)] * 8
-    assert told([*never, row(0.5), *never]) == [(8, "alike"), (13, "collapse")]
+    assert told([*never, row(0.5), *never]) == [(8, "zero_spread"), (13, "collapse")]
 
 
 def test_demonstrations_that_no_policy_could_play_are_told_with_the_limit() -> None:

@@ -63,7 +63,7 @@ def test_the_share_that_goes_with_the_action_is_that_of_the_variances() -> None:
 
 def test_the_nearest_task_decides() -> None:
     def task(name: str, *, turns: float, **gains: tuple[float, float]) -> Task:
-        return Task(name=name, seeds=9, shown=SHOWN.model_copy(update={"turns": turns}), gains=gains)
+        return Task(name=name, seeds=9, profile=SHOWN.model_copy(update={"turns": turns}), gains=gains)
 
     tasks = [
         task("short", turns=2, group_gae=(0.01, 0.01), turn_return=(0.0, 0.01)),
@@ -79,12 +79,12 @@ def test_the_nearest_task_decides() -> None:
     # An environment that pays at the end alone may be unable to serve it; a group of one has nothing to be compared with.
     assert advise(SHOWN.model_copy(update={"repeated": 0.05, "by_turn": 0}), tasks).scheme == "uniform"
     assert advise(SHOWN.model_copy(update={"group_size": 1}), tasks).why.startswith("groups have one usable episode")
-    pairs = [one.model_copy(update={"shown": one.shown.model_copy(update={"group_size": 2})}) for one in tasks]
+    pairs = [one.model_copy(update={"profile": one.profile.model_copy(update={"group_size": 2})}) for one in tasks]
     assert advise(SHOWN.model_copy(update={"group_size": 1.9}), pairs).scheme == "ecpo"  # of two, some fail
 
 
 def test_the_recipe_has_the_options_with_which_the_scheme_was_compared() -> None:
-    tasks = [Task(name="one", seeds=9, shown=SHOWN, gains={"ecpo": (0.3, 0.03), "turn_return": (0.0, 0.01)})]
+    tasks = [Task(name="one", seeds=9, profile=SHOWN, gains={"ecpo": (0.3, 0.03), "turn_return": (0.0, 0.01)})]
     assert advise(SHOWN, tasks).recipe == "credit: {scheme: ecpo, lam: 0.5}"
     for scheme in {name for task in read_map() for name in task.gains} | {"uniform"}:
         section = yaml.safe_load(Advice(scheme, "").recipe)["credit"]
@@ -94,14 +94,14 @@ def test_the_recipe_has_the_options_with_which_the_scheme_was_compared() -> None
 
 def test_tasks_that_rollouts_cannot_tell_apart_decide_together() -> None:
     tasks = [
-        Task(name="one", seeds=9, shown=SHOWN, gains={"ecpo": (0.3, 0.03), "turn_return": (0.0, 0.01)}),
+        Task(name="one", seeds=9, profile=SHOWN, gains={"ecpo": (0.3, 0.03), "turn_return": (0.0, 0.01)}),
         Task(
             name="like it",
             seeds=8,
-            shown=SHOWN.model_copy(update={"explained": 0.12}),
+            profile=SHOWN.model_copy(update={"explained": 0.12}),
             gains={"ecpo": (-0.2, 0.04), "turn_return": (0.2, 0.01), "gigpo": (0.9, 0.01)},
         ),
-        Task(name="far", seeds=9, shown=SHOWN.model_copy(update={"turns": 20}), gains={"ecpo": (0.9, 0.01)}),
+        Task(name="far", seeds=9, profile=SHOWN.model_copy(update={"turns": 20}), gains={"ecpo": (0.9, 0.01)}),
     ]
     scheme, why = advise(SHOWN, tasks)
     assert scheme == "turn_return"
@@ -113,4 +113,4 @@ def test_the_map_that_comes_along_knows_tasks_and_installed_schemes() -> None:
     tasks = read_map()
     assert len({task.name for task in tasks}) == len(tasks) >= 1
     assert all(set(task.gains) <= set(installed_credit()) and task.seeds >= 100 for task in tasks)
-    assert all(task.name in advise(task.shown, tasks).why for task in tasks)
+    assert all(task.name in advise(task.profile, tasks).why for task in tasks)

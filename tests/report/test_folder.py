@@ -175,7 +175,7 @@ def test_going_back_drops_the_evaluations_of_later_steps(folder: RunFolder) -> N
     assert folder.played_evaluations() == [(paths[0], kept), (paths[2], kept)]
     assert names(folder.evaluations) == [f"evaluation-00000{n}.{ext}" for n in (1, 3) for ext in ("json", "jsonl")]
     paths[0].with_suffix(".json").write_text("[")
-    assert message(folder.check).endswith("; delete it, and no card tells of that evaluation")
+    assert message(folder.check).endswith("; delete it, and no card has that evaluation")
 
 
 def test_two_evaluations_at_once_have_files_of_their_own(folder: RunFolder) -> None:
@@ -228,7 +228,7 @@ def test_of_rollouts_the_first_and_the_newest_are_kept(folder: RunFolder) -> Non
 
 
 def test_a_warning_that_a_kill_cut_short_is_left_out(folder: RunFolder) -> None:
-    told = Told(step=1, name="alike", words="nothing was learned")
+    told = Told(step=1, name="zero_spread", words="nothing was learned")
     folder.add_warning(told)
     with (folder.path / "warnings.jsonl").open("a") as file:
         file.write('{"step": 2, "na')

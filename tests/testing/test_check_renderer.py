@@ -213,7 +213,7 @@ class EncodesWithoutStop(ChatMLRenderer):
         (KeepsThoughts, "thinking is 'drop', and a thought leaves a trace when the tool has spoken"),
         (HearsControlTokens, "'<|im_end|>' in what the tool says becomes a token: it would end a turn"),
         (ActsOnDrafts, "parse() gives calls of a thought that does not end"),
-        (CannotStartAgain, "KeyError where what users say is appended, and nothing before it changes"),
+        (CannotStartAgain, "KeyError where messages of users are appended, and nothing before them changes"),
         (RaisesOnBadCalls, "parse() of the tool call '{' raises ValueError: it must never raise (not a call)"),
         (RaisesOnBadCalls, "parse() of an unfinished tool call raises ValueError"),
         (DropsBadCalls, "parse() drops an unfinished tool call"),

@@ -1,6 +1,7 @@
-"""Calls as code: `[look(n=1), take(what='key')]`, of Llama's pythonic models and, between tags, of LFM2.
+"""Calls as code: Llama's pythonic models, LFM2 and Gemma 4.
 
-Gemma 4's form: `<|tool_call>call:look{n:1,what:<|"|>key<|"|>}<tool_call|>`, thoughts in a channel.
+[look(n=1), take(what='key')]                                Llama, and LFM2 between tags
+<|tool_call>call:look{n:1,what:<|"|>key<|"|>}<tool_call|>    Gemma 4, with thoughts in a channel
 """
 
 import re
@@ -33,7 +34,7 @@ def _lfm(name: str, *, is_raw: bool) -> TaggedForm:
 
 
 def _calls(text: str, *, is_raw: bool = False) -> list[Function] | None:
-    """Return the calls of a list of calls with keyword arguments; None where it is not in order.
+    """Return the calls of a list of calls with keyword arguments; None if it is not in order.
 
     Args:
         text: the whole list.
@@ -72,7 +73,7 @@ def _call(literals: Literals, *, is_raw: bool) -> Function | None:
 PYTHONIC = WholeForm(name="pythonic", read=_read)
 LFM = _lfm("lfm", is_raw=False)
 LFM_RAW = _lfm("lfm-raw", is_raw=True)
-"""Of LFM2.5, whose first templates escape nothing in text."""
+"""Form of LFM2.5, whose first templates escape nothing in text."""
 
 
 _GEMMA_OPEN, _GEMMA_CLOSE = "<|tool_call>", "<tool_call|>"

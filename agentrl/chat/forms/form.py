@@ -1,10 +1,7 @@
-"""What all text forms of tool calls share: the seam, what a call may hold, and the message that is made of a text.
+"""Seam of all text forms of tool calls: limits of a call, and the message that is made of a text.
 
-Arguments that a form writes as text get the JSON types that the tool's schema asks for.
-
-Values as Python and JSON write them, side by side: models that write calls as code mix the two.
-
-Whether calls are read as they were written.
+Arguments that a form writes as text get the JSON types that the tool's schema asks for. Values as Python and as JSON write
+them are both read: models that write calls as code mix the two.
 """
 
 import json
@@ -20,20 +17,20 @@ from agentrl.errors import RendererError
 from agentrl.types import Message
 
 Function = dict[str, object]
-"""What a call holds: `name` and `arguments`."""
+"""Content of a call: `name` and `arguments`."""
 
 NAME = r"[\w.:/-]++"
 """A tool's name, in forms that do not quote it."""
 _MAX_DEPTH = MAX_DEPTH // 2
-"""Of a call: an environment may quote it in data of its own."""
+"""Depth of a call: an environment may quote it in data of its own."""
 
 
 class CallForm(Protocol):
-    """How a family of models writes tool calls and thoughts as text."""
+    """Text form of a family's tool calls and thoughts."""
 
     @property
     def name(self) -> str:
-        """What the form is called."""
+        """Return the name of the form."""
 
     def parse(self, text: str, tools: Tools, *, is_thinking: bool) -> Message:
         """Return the assistant message that a sampled text stands for; never raises.
@@ -98,7 +95,7 @@ def assistant(content: str, thoughts: Sequence[str], functions: Sequence[Functio
 
 
 _PYTHON = {"None": "null", "True": "true", "False": "false"}
-"""What some templates write in place of JSON's words."""
+"""Words that some templates write in place of JSON's."""
 _ALL = ("string", "integer", "number", "boolean", "null", "object", "array")
 _MAX_STEPS = 8
 """Schemas within schemas, or referred to, that are followed to an argument's type."""
@@ -132,7 +129,7 @@ def typed(text: str, name: str, key: str, tools: Tools) -> object:
 
 
 def _schema(name: str, key: str, tools: Tools) -> tuple[Any, Any]:
-    """Return the schema of an argument, and the one that it is part of; None where there is none."""
+    """Return the schema of an argument, and the one that it is part of; None if there is none."""
     for tool in tools:
         declared = tool.get("function", tool)
         if declared.get("name") == name:
@@ -142,7 +139,7 @@ def _schema(name: str, key: str, tools: Tools) -> tuple[Any, Any]:
 
 
 def _types(schema: Any, whole: Any) -> set[str]:
-    """Return the types that a schema allows: all where it names none, none where there is no schema.
+    """Return the types that a schema allows: all where it names none, none if there is no schema.
 
     What is no JSON schema says nothing, wherever it stands: a server's tools may hold anything.
     """
@@ -224,7 +221,7 @@ class Literals:
         return found[1] if found else ""
 
     def skip(self, sign: str) -> bool:
-        """Tell whether a character comes next; if so, go past it."""
+        """Return whether a character comes next; if so, go past it."""
         is_next = self.next() == sign
         self._position += len(sign) * is_next
         return is_next
@@ -299,7 +296,7 @@ def check_written(message: Message, parse: Callable[[Tools], Message], *, by: st
         by: who wrote it.
 
     Raises:
-        RendererError: where they are not: some templates do not escape what they quote.
+        RendererError: if they are not: some templates do not escape what they quote.
     """
     calls = _calls(message)
     if calls and _told(_calls(parse(_tools(calls)))) != _told(calls):

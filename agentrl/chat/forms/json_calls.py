@@ -1,12 +1,10 @@
-"""Forms without tags: the whole text after a thought is calls, or none of it is.
+"""Calls as JSON.
 
-Calls as JSON, in the form of Hermes and Qwen models: `<tool_call>{"name": "look", "arguments": {"n": 1}}</tool_call>`.
+    <tool_call>{"name": "look", "arguments": {"n": 1}}</tool_call>    Hermes and Qwen
+    {"name": "look", "parameters": {"n": 1}}                          Llama, maybe after `<|python_tag|>`: the whole text
+    [TOOL_CALLS][{"name": "look", "arguments": {"n": 1}}]             Mistral, or `[TOOL_CALLS]look[ARGS]{"n": 1}` a call
 
-Llama's form: the whole text is a call, `{"name": "look", "parameters": {"n": 1}}`, maybe after `<|python_tag|>`.
-
-Mistral's form: `[TOOL_CALLS][{"name": "look", "arguments": {"n": 1}}]`, or `[TOOL_CALLS]look[ARGS]{"n": 1}` a call.
-
-Calls of a name and then JSON, in a section for all calls of a turn: the forms of DeepSeek and Kimi K2.
+DeepSeek and Kimi K2 write names and then JSON, in a section for all calls of a turn.
 """
 
 import json
@@ -117,7 +115,7 @@ def _read_llama(text: str) -> tuple[str, list[Function]]:
 
 
 def _llama_calls(text: str) -> list[Function]:
-    """Return calls that stand one after the other, or with semicolons between them; none where one is malformed."""
+    """Return calls that stand one after the other, or with semicolons between them; none if one is malformed."""
     functions, position = list[Function](), 0
     while position < len(text):
         try:
@@ -150,7 +148,7 @@ def _read_mistral(sampled: Sampled, start: int, tools: Tools) -> tuple[list[Func
 
 
 def _mistral_calls(body: str) -> list[Function]:
-    """Return the call with its name in front, or those of a list; none where one is malformed."""
+    """Return the call with its name in front, or those of a list; none if one is malformed."""
     if begin := _NAMED.match(body):
         found = [json_function(begin[1], body[begin.end() :])]
     elif not body.lstrip().startswith("["):

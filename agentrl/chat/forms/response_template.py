@@ -15,13 +15,13 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _END = "\u2063"
 """Shows in which field the text ends."""
 _MAX_CHARS = 2**15
-"""Of the text after the first thought: transformers takes time that grows with its square."""
+"""Length of the text after the first thought: transformers takes time that grows with its square."""
 
 
 class ResponseTemplateForm:
     """A form as data: where each field of a message begins and ends, and how what stands between is read.
 
-    Where transformers raises, where a call is not closed, or holds what no call may, all from the first call on is one
+    If transformers raises, or a call is not closed, or holds what no call may, all from the first call on is one
     malformed call.
     """
 
@@ -35,7 +35,7 @@ class ResponseTemplateForm:
             ends: the stop tokens as text, with which a template may close a call.
 
         Raises:
-            ValueError: where transformers cannot read it.
+            ValueError: if transformers cannot read it.
         """
         self._template, self._ends = load_response_template(template), ("", *ends)
         fields = self._template.fields
@@ -72,7 +72,7 @@ class ResponseTemplateForm:
         return ([text[start : end.start()]], text[end.end() :]) if end else ([text[start:]], "")
 
     def _read(self, text: str, end: str, tools: Tools) -> tuple[dict[str, Any], list[Function]] | None:
-        """Return the fields and the calls of a text; None where it cannot be read, or a call in it is malformed."""
+        """Return the fields and the calls of a text; None if it cannot be read, or a call in it is malformed."""
         if len(text) > _MAX_CHARS:
             return None
         try:

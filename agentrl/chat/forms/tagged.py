@@ -1,8 +1,7 @@
-"""Forms in which tags stand around thoughts and calls, within the text.
+"""Forms in which tags stand around thoughts and calls.
 
-Calls whose arguments are text between tags of their own: the forms of Qwen3.5, Nemotron 3, GLM and MiniMax.
-
-Forms in which a turn is several messages, each with a header: harmony, of gpt-oss, and atem, of Muse.
+Qwen3.5, Nemotron 3, GLM and MiniMax write arguments as text between tags of their own. In harmony, of gpt-oss, and atem, of
+Muse, a turn is several messages, each with a header.
 """
 
 import re
@@ -52,7 +51,7 @@ class TaggedForm:
     open: str
     """Begins a call."""
     close: str = ""
-    """Ends a call; empty where the next one or the end of the text does."""
+    """Ends a call; empty if the next one or the end of the text does."""
     read: Reader
     space: str = ""
     """Between these tags and a malformed call where it is written again."""
@@ -186,7 +185,7 @@ ATEM_TAGS = CallTags(
     end_block=re.compile(r"\s*+(?:</atem:function_calls>|\Z)"),
     close="</atem:function_calls>",
 )
-"""Of Muse, whose messages have recipients."""
+"""Tags of Muse, whose messages have recipients."""
 
 QWEN_XML = TaggedForm(name="qwen-xml", open="<tool_call>", close="</tool_call>", read=_QWEN.read, space="\n")
 GLM = TaggedForm(name="glm", open="<tool_call>", close="</tool_call>", read=_GLM.read)
@@ -207,17 +206,17 @@ class Part:
     """One message of a turn."""
 
     header: str
-    """What stands between the role and the text."""
+    """Text between the role and the content."""
     body: str
 
     @property
     def recipient(self) -> str:
-        """Whom it is for; empty where it does not say."""
+        """Return the recipient; empty if there is none."""
         return found[1] if (found := _RECIPIENT.search(self.header)) else ""
 
     @property
     def channel(self) -> str:
-        """Empty where it has none."""
+        """Empty if it has none."""
         return found[1] if (found := _CHANNEL.search(self.header)) else ""
 
     def malformed(self) -> list[Function]:
@@ -239,7 +238,7 @@ class ChannelForm:
     """Ends a call that another message follows."""
     is_thought: Callable[[Part], bool]
     calls: Callable[[Part, Tools], list[Function]]
-    """Returns the calls of a message; none where it is for a user."""
+    """Returns the calls of a message; none if it is for a user."""
 
     def parse(self, text: str, tools: Tools, *, is_thinking: bool) -> Message:
         """Return the message of a text."""

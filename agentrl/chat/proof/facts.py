@@ -1,7 +1,4 @@
-"""What is found out about a chat template before the first sample: tools, calls, thoughts, and what it rewrites.
-
-What is known of a chat template, in words.
-"""
+"""Facts about a chat template, found before the first sample: tools, calls, thoughts, and what it rewrites."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +27,7 @@ _MORE: Message = {"role": "user", "content": "More."}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateFacts:
-    """What a template does."""
+    """Behaviour of a template."""
 
     form: CallForm
     """In which calls and thoughts are written."""
@@ -41,7 +38,7 @@ class TemplateFacts:
     thoughts: bool
     """A thought is written, and read again."""
     thinking: Thinking
-    """What the family does with thoughts of earlier turns."""
+    """Thoughts of earlier turns that the family keeps."""
     rewrites: dict[str, str]
     """Roles after whose words the template changes earlier turns otherwise, with what it changes."""
     thinking_prompts: tuple[str, ...]
@@ -58,7 +55,7 @@ def find_facts(template: ChatTemplate, turns: Turns, forms: Sequence[CallForm], 
         name: of the model, for error messages.
 
     Raises:
-        RendererError: where it leaves out what somebody says.
+        RendererError: if it leaves out what somebody says.
     """
     form, no_tools = _find_form(template, turns, forms)
     if no_tools is None and (lost := _left_out(template, turns, has_tools=True)):
@@ -107,7 +104,7 @@ def _find_form(template: ChatTemplate, turns: Turns, forms: Sequence[CallForm]) 
 
 
 def _reads(form: CallForm, turns: Turns, message: Message) -> bool:
-    """Tell whether a form reads a message as the template writes it."""
+    """Return whether a form reads a message as the template writes it."""
     is_thinking = opens_thought(turns.prompt([USER]), form)
     try:
         return form.parse(turns.written(message), TOOLS, is_thinking=is_thinking) == message
@@ -116,7 +113,7 @@ def _reads(form: CallForm, turns: Turns, message: Message) -> bool:
 
 
 def _writes_text_beside_calls(template: ChatTemplate, turns: Turns, form: CallForm) -> bool:
-    """Tell whether text before a call is read again, and stays there when the tool has answered (in Gemma 4 it moves)."""
+    """Return whether text before a call is read again, and stays there when the tool has answered (in Gemma 4 it moves)."""
     message = says("Some words.", call(0, "look", n=1))
     if not _reads(form, turns, message):
         return False
@@ -179,12 +176,12 @@ def _told(
 
 
 def _begins(whole: str, context: str) -> bool:
-    """Tell whether a dialogue begins with what it was, but for thoughts that hold nothing."""
+    """Return whether a dialogue begins with what it was, but for thoughts that hold nothing."""
     return _NO_THOUGHT.sub("", whole).startswith(_OPEN_THOUGHT.sub("", _NO_THOUGHT.sub("", context)))
 
 
 def opens_thought(prompt: str, form: CallForm) -> bool:
-    """Tell whether what is sampled after a generation prompt begins within a thought."""
+    """Return whether what is sampled after a generation prompt begins within a thought."""
     return PROBE in form.parse(prompt + PROBE, (), is_thinking=False).get("reasoning_content", "")
 
 
@@ -194,7 +191,7 @@ def functions(message: Message) -> list[Any]:
 
 
 _GIVEN = {"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception", "documents", "tojson"}
-"""What transformers tells every template."""
+"""Variables that transformers passes to every template."""
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 """Tags of transformers' own."""
 
@@ -218,7 +215,7 @@ def describe_template(
         tokenizer: whose template it is.
         text: of the template.
         thinking: what is in force.
-        variables: what the recipe tells the template.
+        variables: passed by the recipe to the template.
     """
     shape = template.shape
     developer = "messages of their own" if shape.developer else "written as system messages"
@@ -276,7 +273,7 @@ def _rewrites(facts: TemplateFacts) -> Iterator[str]:
 
 
 def _silent_prompt(template: ChatTemplate) -> str:
-    """Return what a template says before a dialogue without a system message; empty where it is nothing."""
+    """Return what a template says before a dialogue without a system message; empty if it is nothing."""
     try:
         before, found, _ = template.render([{**USER, "content": PROBE}]).partition(PROBE)
         later = template.render([USER, says("..?"), {**USER, "content": PROBE}]).partition(PROBE)[0]

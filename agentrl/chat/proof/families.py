@@ -1,6 +1,6 @@
 """Renderers of the package `renderers`, one for each model family that it knows, behind agentrl's seam.
 
-Which renderer of the package `renderers` writes what the tokenizer's own template writes: proven by rendering.
+A renderer is chosen if it is proven to write what the tokenizer's own template writes.
 """
 
 import datetime as dt
@@ -24,11 +24,11 @@ _USER: Message = {"role": "user", "content": "Hello."}
 _YES: Message = {"role": "assistant", "content": "Yes."}
 _TOOL = {"type": "function", "function": {"name": "look", "description": "A tool.", "parameters": {"type": "object"}}}
 _END_THOUGHT = ("</think>", "<channel|>", "<|end_message|>")
-"""How families end a thought."""
+"""Spellings of the end of a thought."""
 
 
 class Tokens:
-    """What the package asks of a tokenizer, with text encoded as agentrl's renderers do.
+    """Tokenizer as the package expects it, with text encoded as agentrl's renderers do.
 
     It has no name: the package chooses defaults by a model's name, and would ask a network for a processor of that name.
     """
@@ -60,7 +60,7 @@ class Tokens:
         return stop_ids(self._tokenizer, template=closing_ids)
 
     def convert_tokens_to_ids(self, token: str) -> Any:
-        """Return the id of a token; None, or that of the unknown token, where there is none."""
+        """Return the id of a token; None, or that of the unknown token, if there is none."""
         return self._tokenizer.convert_tokens_to_ids(token)
 
 
@@ -103,7 +103,7 @@ class FamilyRenderer:
         """Tokens with which the family closes a turn."""
         self._stop_ids = tokens.stop_ids(self._closing_ids)
         self.has_developer = True
-        """There are messages of a developer; where there are none, they are system messages."""
+        """There are messages of a developer; if there are none, they are system messages."""
         told = [{"role": "developer", "content": "Be brief."}, _USER]
         self.has_developer = shape.developer and self._can_render(told) and self._can_render(told, [_TOOL])
         self._shape = replace(shape, later=frozenset(role for role in shape.later if self._writes_later(role)))
@@ -134,7 +134,7 @@ class FamilyRenderer:
 
     @property
     def thinking(self) -> Thinking:
-        """Which thoughts of earlier turns a context holds."""
+        """Return which thoughts of earlier turns a context holds."""
         return self._thinking
 
     def describe(self) -> Description:
@@ -145,7 +145,7 @@ class FamilyRenderer:
         )
 
     def whole(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> tuple[int, ...]:
-        """Return a dialogue as it is told, with or without the generation prompt."""
+        """Return the tokens of a dialogue, with or without the generation prompt."""
         return tuple(self._render(messages, tools, prompt=prompt))
 
     def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ class FamilyRenderer:
         action_ids: Sequence[int],
         messages: Sequence[Message],
     ) -> tuple[int, ...] | None:
-        """Return the tokens to append, or None where the family cannot."""
+        """Return the tokens to append, or None if the family cannot."""
         stand_in = self._stand_in(messages)
         is_closed = bool(action_ids) and action_ids[-1] in self._closing_ids
         closed = [*stand_in[:-1], action_ids[-1] if is_closed else stand_in[-1]]
@@ -194,8 +194,13 @@ class FamilyRenderer:
         return assistant(parsed.content, [thought or ""], [_function(call) for call in parsed.tool_calls])
 
     def _opens_thought(self, prompt: Sequence[int]) -> bool:
+<<<<<<< HEAD
         """Tell whether the last turn of a context has begun a thought."""
         begins = next((n + 1 for n in range(len(prompt) - 1, -1, -1) if prompt[n] in self._closing_ids), 0)
+=======
+        """Return whether the last turn of a context has begun a thought."""
+        begins = next((n + 1 for n in range(len(prompt) - 1, -1, -1) if prompt[n] in self._stop_ids), 0)
+>>>>>>> 07ae6fdd22b59cf8b4b28236078dd47739e3a0a2
         text = self._tokens.decode(prompt[begins:])
         return text.rfind(THINK) > text.rfind(END_THINK)
 
@@ -203,7 +208,7 @@ class FamilyRenderer:
         """Return an assistant message as an action.
 
         Raises:
-            RendererError: where the family does not write a part of it, or not so that it would be read again.
+            RendererError: if the family does not write a part of it, or not so that it would be read again.
         """
         action = self.write(message)
         check_written(message, partial(self.parse, action, ()), by=f"{self.name} of the package renderers")
@@ -213,7 +218,7 @@ class FamilyRenderer:
         """Return an assistant message as an action, however it is read.
 
         Raises:
-            RendererError: where the family does not write a part of it.
+            RendererError: if the family does not write a part of it.
         """
         ids, prompt = self._written(message), self._prompt
         common = next(
@@ -457,22 +462,22 @@ def find_family(
     """Return the renderer of the package that is proven to fit, or None.
 
     A renderer is taken for what it writes, never for a model's name: on dialogues that end with what the assistant is to
-    answer, its tokens are those of the template, where both render them; what it writes for the assistant it reads back, or
+    answer, its tokens are those of the template, if both render them; what it writes for the assistant it reads back, or
     one of agentrl's call forms does (the package takes white space off arguments); and what it appends after that is what the
     template has there. In the words of the assistant itself the same text in other tokens will do: what is sampled stays as
     it was sampled.
 
-    Without the package the answer is None; `missing_package` tells whether it might have been another.
+    Without the package the answer is None; `missing_package` says whether it might have been another.
 
     Args:
         tokenizer: of the policy.
         template: its chat template.
-        variables: what the template is told beside the messages.
-        date: what a template that asks for the time is told.
+        variables: passed to the template beside the messages.
+        date: answer to a template that asks for the time.
         name: of the model, for error messages.
         system: a system prompt.
         thinking: which thoughts a context holds; None: as the family does.
-        encode: made for this tokenizer and template, where there is one: for a large vocabulary making it takes seconds.
+        encode: of this tokenizer and template, if there is one: for a large vocabulary, making it takes seconds.
     """
     if importlib.util.find_spec("renderers") is None:
         return None
@@ -500,7 +505,7 @@ def find_family(
 
 
 def missing_package(tokenizer: Any, template: str) -> str | None:
-    """Return what to install, where the package might help: it is missing, and has a family with these control tokens."""
+    """Return what to install, if the package might help: it is missing, and has a family with these control tokens."""
     if importlib.util.find_spec("renderers") is not None:
         return None
     control = Encoder(tokenizer, spelled=template).control_tokens.keys()
@@ -579,7 +584,7 @@ def _is_harmony(tokens: Tokens) -> bool:
 def _writes(
     found: FamilyRenderer, reference: Mapping[int, tuple[int, ...]], shape: Shape, encode: Encoder, tokens: Tokens
 ) -> bool:
-    """Tell whether a renderer writes what the template writes."""
+    """Return whether a renderer writes what the template writes."""
     control, num_told = set(encode.control_tokens.values()), 2 * len(_TOLD)
     for number, (messages, tools, prompt) in enumerate(_dialogues()):
         expected = reference.get(number)
@@ -596,14 +601,14 @@ def _writes(
 
 
 def _same(ids: Sequence[int], others: Sequence[int], control: set[int], tokens: Tokens) -> bool:
-    """Tell whether tokens are the same text with the same control tokens, split otherwise."""
+    """Return whether tokens are the same text with the same control tokens, split otherwise."""
     return [i for i in ids if i in control] == [i for i in others if i in control] and tokens.decode(
         ids
     ) == tokens.decode(others)
 
 
 def _plays(found: FamilyRenderer, tokens: Tokens) -> bool:
-    """Tell whether a renderer reads what it writes, and appends what stands there in the whole."""
+    """Return whether a renderer reads what it writes, and appends what stands there in the whole."""
     before = found.whole([_HELLO], _TOOLS, prompt=True)
     for message in _ACTIONS:
         try:
@@ -624,6 +629,6 @@ def _plays(found: FamilyRenderer, tokens: Tokens) -> bool:
 
 
 def _notices_the_end(found: FamilyRenderer, action: Sequence[int]) -> bool:
-    """Tell whether a call that breaks off is read as one, for the environment to answer."""
+    """Return whether a call that breaks off is read as one, for the environment to answer."""
     cut = (found.parse(action[:length], (), _TOOLS) for length in range(len(action) // 2, len(action) - 1))
     return any(call["function"]["name"] == "" for message in cut for call in message.get("tool_calls", ()))

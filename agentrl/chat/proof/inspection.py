@@ -1,7 +1,4 @@
-"""All that `agentrl chat` shows of a model's dialogues, as data.
-
-A dialogue of a few turns with a renderer, token by token, with who wrote each.
-"""
+"""Data of `agentrl chat`: facts about a model's dialogues, and a dialogue token by token, with the author of each."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
@@ -24,14 +21,14 @@ class Token(BaseModel):
 
     id: int
     text: str
-    """Empty where a later token completes the character."""
+    """Empty if a later token completes the character."""
     author: Author
     special: bool
     """A control token, or another that the tokenizer has beside its vocabulary."""
 
 
 class Turn(BaseModel):
-    """What a turn of the model adds to a dialogue: what it heard, and what it sampled."""
+    """Part that a turn of the model adds to a dialogue: the observation, and what was sampled."""
 
     rewrites: bool
     """History was rewritten: a new segment begins."""
@@ -155,7 +152,7 @@ def _is_special(tokenizer: Any, token_id: int) -> bool:
 
 
 class Claim(BaseModel):
-    """What a renderer should do, and whether it does."""
+    """Promise of a renderer, and whether it holds."""
 
     claim: str
     result: Literal["proven", "lacking", "not so"]
@@ -179,7 +176,7 @@ class StopToken(BaseModel):
 
 
 class Inspection(BaseModel):
-    """What is known of a model's dialogues before anything is sampled."""
+    """Facts about a model's dialogues, known before anything is sampled."""
 
     model: str
     error: str | None = None
@@ -191,13 +188,13 @@ class Inspection(BaseModel):
     proof: list[Claim] = []
     facts: dict[str, str] = {}
     notes: list[str] = []
-    """What a run says when it begins."""
+    """Lines that a run prints when it begins."""
     stop_tokens: list[StopToken] = []
     dialogue: list[Turn] = []
 
 
 def inspect(config: RendererConfig, tokenizer: Any, *, name: str) -> Inspection:
-    """Choose a renderer as a run does, and tell all that is known of it.
+    """Choose a renderer as a run does, and return all that is known of it.
 
     Args:
         config: the section `chat` of a recipe.

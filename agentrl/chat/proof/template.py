@@ -1,9 +1,4 @@
-"""What a renderer is examined with: an opening, and turns of words and of calls.
-
-Whether a renderer reads what was sampled: as it was written, and never more than that.
-
-What every renderer must keep to: proven by playing dialogues, before the first sample.
-"""
+"""Proof of a renderer before the first sample: dialogues are played, and each promise of a renderer is a claim."""
 
 import json
 import random
@@ -56,7 +51,7 @@ class Episode:
         return tuple(ids)
 
     def can(self, message: Message) -> bool:
-        """Tell whether the renderer can write a message; where it says that it cannot, it is not asked to."""
+        """Return whether the renderer can write a message; if it cannot, it is not asked to."""
         try:
             self.encode(message)
         except RendererError:
@@ -64,10 +59,10 @@ class Episode:
         return True
 
     def need_tools(self) -> None:
-        """Tell that a claim is about tools, and there are none.
+        """Skip a claim about tools if there are none.
 
         Raises:
-            RendererError: where there are none.
+            RendererError: if there are none.
         """
         if not self.tools:
             raise RendererError("there are no tools")
@@ -99,7 +94,7 @@ def functions(message: Message) -> list[dict[str, Any]]:
 
 
 def is_same(parsed: Message, message: Message) -> bool:
-    """Tell whether a message was read as it was written, its thought aside."""
+    """Return whether a message was read as it was written, its thought aside."""
     return (parsed.get("content") or "") == message["content"] and functions(parsed) == functions(message)
 
 
@@ -187,7 +182,7 @@ def _round_trip(episode: Episode, messages: Mapping[str, Message]) -> Iterator[s
 
 
 def _message_problems(parsed: object) -> Iterator[str]:
-    """Tell what keeps a value from being an assistant message."""
+    """Yield what keeps a value from being an assistant message."""
     if not isinstance(parsed, dict) or parsed.get("role") != "assistant":
         yield f"parse() must return an assistant message, got {parsed!r:.80}"
         return
@@ -311,12 +306,12 @@ _MERGED = 8
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found of one claim."""
+    """Result of one claim."""
 
     claim: str
-    """What a renderer should do."""
+    """Promise of a renderer."""
     problems: tuple[str, ...] = ()
-    """Where it does not."""
+    """Cases in which it is broken."""
     lacks: str | None = None
     """Why it is not asked for: the renderer says that it cannot."""
 
@@ -330,12 +325,12 @@ class UnprovenError(RendererError):
 
 
 def examine(renderer: Renderer, *, tools: Tools = TOOLS) -> list[Finding]:
-    """Play dialogues with a renderer, and tell what it does and what it does not.
+    """Play dialogues with a renderer, and return which promises it keeps and which it breaks.
 
     Six turns of words, six of tools and six of both are played (one call, several, with thoughts and without), with actions in
     the renderer's own words, in other tokens than those words are encoded to, and without the stop token: what `extend`
     appends must be the same each time, after the stop token where it is missing, and the same that `start` ends with. Every
-    message must be heard in the context; words that spell a control token must stay words; `parse` must take any tokens, and
+    message must stand in the context; words that spell a control token must stay words; `parse` must take any tokens, and
     give back what `encode` wrote; what is drafted in a thought is no call. A renderer that cannot extend (None) is held to the
     rest.
 
@@ -353,7 +348,7 @@ def prove(renderer: Renderer, *, name: str, tools: Tools = TOOLS) -> list[Findin
     Args:
         renderer: of a model.
         name: of the model, for the message.
-        tools: at least two, or none where the renderer is not used with tools.
+        tools: at least two, or none if the renderer is not used with tools.
 
     Raises:
         UnprovenError: with what was not proven.
@@ -421,12 +416,12 @@ def _context(episode: Episode) -> Iterator[str]:
 
 
 def _extends_words(episode: Episode) -> Iterator[str]:
-    """What users say is appended, and nothing before it changes."""
+    """Messages of users are appended, and nothing before them changes."""
     yield from _extension(episode, (0,) * 6)
 
 
 def _extends_tools(episode: Episode) -> Iterator[str]:
-    """What tools return is appended, and nothing before it changes."""
+    """Results of tools are appended, and nothing before them changes."""
     episode.need_tools()
     yield from _extension(episode, (1, 2, 1, 1, 2, 1))
 

@@ -34,7 +34,7 @@ class Answered:
     """An answer to be graded, and what was asked."""
 
     prompt: str | list[Message] | None
-    """As the table has it. None: it has none."""
+    """Prompt in the table. None: it has none."""
     completion: str
     """The text of the answer."""
     messages: list[Message]
@@ -44,11 +44,11 @@ class Answered:
     task: dict[str, Any]
     """The row."""
     info: dict[str, Any]
-    """Where a function leaves numbers, which become metrics of the episode."""
+    """Numbers that a function leaves, which become metrics of the episode."""
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What a function may ask for beside what is called alike for all tables."""
+        """Return the columns that a function may ask for beside the names that all tables have."""
         return self.task if self.answer is None else {**self.task, "answer": self.answer}
 
 
@@ -71,7 +71,7 @@ class Reward:
         return self
 
     def takes(self, name: str) -> bool:
-        """Tell whether it is called with an argument."""
+        """Return whether it is called with an argument."""
         return name in self.arguments or (self.refused is not None and name not in self.refused)
 
     def call(self, answered: Answered) -> Any:
@@ -213,7 +213,7 @@ def _load(entry: object, field: str, columns: Sequence[str]) -> Reward:
 
 
 def _own_options(parameters: Mapping[str, inspect.Parameter]) -> frozenset[str]:
-    """Return the names of parameters by keyword alone that have a default, but for what is always told."""
+    """Return the names of parameters by keyword alone that have a default, but for what is always passed."""
     own = {p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
     return frozenset(own - _TOLD)
 

@@ -1,8 +1,7 @@
 """A reward that a language model gives, criterion by criterion of a rubric.
 
-Replies kept on disk, in a SQLite file that several processes may share.
-
-Asks an OpenAI-compatible endpoint: at a bounded rate, again after a fault, and the same question once.
+It asks an OpenAI-compatible endpoint at a bounded rate, again after a fault, and the same question once: replies are kept in a
+SQLite file that several processes may share.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ from agentrl.types import Message
 T = TypeVar("T")
 
 _MAX_LOCK_WAIT_S = 20.0
-"""How long to wait for others that write."""
+"""Seconds to wait for others that write."""
 _STEP_S = 0.05
 
 
@@ -88,17 +87,17 @@ _MAX_WORDS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where to ask, and how fast."""
+    """Address of the judge, and limits of requests."""
 
     url: str
-    """Of the API: `http://127.0.0.1:8000/v1`."""
+    """URL of the API: `http://127.0.0.1:8000/v1`."""
     api_key_env: str
     """Name of the environment variable that holds the key. It need not be set for a server that asks for none."""
     requests_per_minute: float
     max_concurrent: int
     """Requests under way at the same time."""
     timeout_s: float
-    """Of one request."""
+    """Seconds for one request."""
     max_retries: int
     """After a fault."""
     cache: Path | None
@@ -107,7 +106,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What was answered."""
+    """Reply of the judge."""
 
     text: str
     prompt_tokens: int
@@ -246,11 +245,11 @@ _SYSTEM = (
 )
 _OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 CACHE = Path("~/.cache/agentrl/judge.sqlite")
-"""Where replies are kept, unless the recipe says so."""
+"""File of the replies, unless the recipe names another."""
 
 
 class Criterion(BaseModel):
-    """What an answer should do."""
+    """Criterion that an answer should meet."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -299,7 +298,7 @@ async def judge(
         completion: what was answered.
         messages: all that was said since the prompt; with tools, the judge reads all of it.
         info: gets the counts.
-        answer: the right one, which the judge is told.
+        answer: the right one, which the judge sees.
         url: of an OpenAI-compatible API: `https://api.openai.com/v1`, or `http://127.0.0.1:8000/v1` of vLLM.
         model: its name there.
         rubric: text; or a list of texts, or of mappings with `criterion` and `weight`. Without it, the column of that name.
@@ -388,7 +387,7 @@ def _scores(text: str, num_criteria: int) -> list[float]:
     """Return the scores of a reply.
 
     Raises:
-        ValueError: where it has none, or not as many as there are criteria.
+        ValueError: if it has none, or not as many as there are criteria.
     """
     found = _OBJECT.search(text)
     given = json.loads(found[0]) if found else None

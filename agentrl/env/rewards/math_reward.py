@@ -16,11 +16,11 @@ _pool = WorkerPool(Path(__file__).with_name("math_worker.py"), purpose="the rewa
 def math(
     completion: str, answer: Any, info: dict[str, Any], *, timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0
 ) -> float:
-    r"""Return 1 where the answer is mathematically equal to the right one, as `math-verify` sees it; else 0.
+    r"""Return 1 if the answer is mathematically equal to the right one, as `math-verify` sees it; else 0.
 
     It reads LaTeX (`$...$`, `\boxed{...}`) and plain expressions anywhere in the text: numbers, fractions, sets, intervals,
-    equations, matrices. What cannot be told within `timeout_s` seconds or 2 GiB of memory earns 0, and is counted in the metric
-    `episode/math_undecided`.
+    equations, matrices. What cannot be decided within `timeout_s` seconds or 2 GiB of memory earns 0, and is counted in
+    the metric `episode/math_undecided`.
 
     Args:
         completion: what was answered.
@@ -29,7 +29,7 @@ def math(
         timeout_s: deadline, in seconds.
 
     Raises:
-        ValueError: where the right answer is no mathematics, which is a fault of the table.
+        ValueError: if the right answer is no mathematics, which is a fault of the table.
     """
     info.setdefault("math_undecided", 0.0)
     if completion.strip() == str(answer).strip():

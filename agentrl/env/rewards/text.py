@@ -1,7 +1,4 @@
-"""Rewards that read the text of an answer.
-
-Rewards for the length of an answer.
-"""
+"""Rewards that read the text of an answer, or its length."""
 
 import math
 import re
@@ -24,13 +21,13 @@ _COMMAS = re.compile(rf"(?<!\d)(?<!\d[.,]){_WITH_COMMAS}")
 _PUNCTUATION = re.compile(
     rf"(?!-[$€£]?\.?\d|(?<!\.)\.\d|(?<=\w)[+/:^*<=>]\d|(?<=\d),\d|(?<=[^\W\d_])[+#]|(?<=[^\W\d_]\+)\+)[{re.escape(string.punctuation)}]"
 )
-"""What says nothing. A sign and a point before a digit do, and what stands within a number or behind a letter: -5, -$5, .5,
-1/2, 3,5, 12:30, x<3, C++."""
+"""Characters without meaning. A sign and a point before a digit have one, and so has what stands within a number or
+behind a letter: -5, -$5, .5, 1/2, 3,5, 12:30, x<3, C++."""
 _KEYBOARD = str.maketrans({"\N{MINUS SIGN}": "-"})
 
 
 def exact_match(completion: str, answer: Any, *, ignore_articles: bool = False) -> float:
-    """Return 1 where the answer is the right one, blind to case, punctuation, runs of spaces and Unicode's forms; else 0.
+    """Return 1 if the answer is the right one, blind to case, punctuation, runs of spaces and Unicode's forms; else 0.
 
     What tells numbers apart is no punctuation: `-5` is not `5`, nor `3.5` `35`, nor `1/2` `12`, nor `1,2` `12`, but `1,234` is
     `1234`; nor is what follows a letter: `C++`. With `ignore_articles` the rest is the normalisation of SQuAD (arXiv
@@ -45,7 +42,7 @@ def exact_match(completion: str, answer: Any, *, ignore_articles: bool = False) 
 
 
 def contains(completion: str, answer: Any, *, ignore_case: bool = True) -> float:
-    """Return 1 where the right answer stands in the text, as words of its own; else 0.
+    """Return 1 if the right answer stands in the text, as words of its own; else 0.
 
     Args:
         completion: what was answered.
@@ -58,7 +55,7 @@ def contains(completion: str, answer: Any, *, ignore_case: bool = True) -> float
 
 
 def numeric(completion: str, answer: Any, *, rel_tol: float = 1e-6, abs_tol: float = 1e-9) -> float:
-    """Return 1 where the last number of the text is the right one; else 0.
+    """Return 1 if the last number of the text is the right one; else 0.
 
     Args:
         completion: what was answered: `So it is $1,234.50.` says 1234.5, and `1/2` a half.
@@ -68,7 +65,7 @@ def numeric(completion: str, answer: Any, *, rel_tol: float = 1e-6, abs_tol: flo
         abs_tol: the same, as a number.
 
     Raises:
-        ValueError: where the right answer has no number, which is a fault of the table.
+        ValueError: if the right answer has no number, which is a fault of the table.
     """
     given, rights = _last_number(completion), [_last_number(right) for right in _answers(answer)]
     if not all(right is not None for right in rights):
@@ -79,7 +76,7 @@ def numeric(completion: str, answer: Any, *, rel_tol: float = 1e-6, abs_tol: flo
 
 
 def matches(completion: str, *, pattern: re.Pattern[str]) -> float:
-    """Return 1 where the whole text has a form, else 0: a reward of the format, whatever it says.
+    """Return 1 if the whole text has a form, else 0: a reward of the format, whatever it says.
 
     Args:
         completion: what was answered.

@@ -98,7 +98,7 @@ class SignalContext:
             longest = max(len(row.ids_L) for row in of_trajectory)
             if limit is not None and longest > limit:
                 raise ConfigError(
-                    f"credit.scheme: trajectory {trajectory.trajectory_id}: what the scheme tells the policy makes a context "
+                    f"credit.scheme: trajectory {trajectory.trajectory_id}: what the scheme adds makes a context "
                     f"of {longest} tokens, beyond the model's {limit} positions; lower rollout.max_context_tokens"
                 )
 

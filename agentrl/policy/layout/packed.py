@@ -57,7 +57,7 @@ def attends_by_rows(model: Any) -> bool:
 def packed_attention_of(model: Any) -> AbstractContextManager[None]:
     """Let a transformers model attend within the rows that a pass brings as `agentrl_packed`, and as before afterwards.
 
-    The pass must say that no slot is padding (`attention_mask` of ones), so that masks are those of one row: none where rows
+    The pass must say that no slot is padding (`attention_mask` of ones), so that masks are those of one row: none if rows
     are causal, else, as for a sliding window shorter than the line, one of L x L which each row has the corner of.
     """
     AttentionInterface.register(_NAME, _attend)

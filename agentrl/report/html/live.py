@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 _READ_S = 2.0
-"""What one answer reads of rollouts at most; the next one continues."""
+"""Seconds of reading rollouts for one answer at most; the next one continues."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -28,7 +28,7 @@ _HEADERS = {
 
 
 class LiveRuns:
-    """What the folders of runs hold now; reads again what has changed."""
+    """Content of the folders of runs; reads again what has changed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         """Read recipes and metrics.
@@ -55,13 +55,13 @@ class LiveRuns:
             return report_data(runs, self._store, is_live=True) | {"stamp": self._num_read}
 
     def news(self, stamp: int) -> dict[str, Any] | None:
-        """Return the data of the page; None where nothing is new since the data of this stamp."""
+        """Return the data of the page; None if nothing is new since the data of this stamp."""
         with self._lock:
             is_same = stamp == self._num_read and self._seen is not None and self._state() == self._seen
         return None if is_same else self.data()
 
     def block(self, number: int) -> bytes | None:
-        """Return the rollouts of a block, compressed; None where there is none of this number."""
+        """Return the rollouts of a block, compressed; None if there is none of this number."""
         block = self._store.blocks.get(number)
         return None if block is None else block.data
 
@@ -116,7 +116,7 @@ def listen(port: int) -> socket.socket:
     """Return a socket of this machine alone; port 0 takes any that is free.
 
     Raises:
-        ConfigError: where the port is taken, or is none.
+        ConfigError: if the port is taken, or is none.
     """
     found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

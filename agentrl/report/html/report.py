@@ -1,7 +1,4 @@
-"""The report of runs: all of their folders in one page.
-
-Metrics as curves: every run of a recipe, their mean, and its 95 % interval over the runs.
-"""
+"""The report of runs in one page: every run of a recipe, their mean curve, and its 95 % interval over the runs."""
 
 import datetime as dt
 import math
@@ -17,7 +14,7 @@ from agentrl.report.html.store import RolloutStore
 from agentrl.report.statistics import t_quantile, with_unreported, within
 
 MAX_POINTS = 1500
-"""Of a curve: of more steps, neighbours are averaged."""
+"""Points of a curve: of more steps, neighbours are averaged."""
 
 _FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Success", ("episode/success", "episode/score")),

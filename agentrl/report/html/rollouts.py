@@ -1,7 +1,4 @@
-"""Recorded rollouts for a page: a list of what they are, and blocks, one for each group, of what was said in them.
-
-What other credit schemes would have given the same rollouts.
-"""
+"""Recorded rollouts for a page: a list of them, blocks of dialogues, one for each group, and other schemes' advantages."""
 
 import gzip
 import json
@@ -22,7 +19,7 @@ OtherCredit = Mapping[str, Mapping[tuple[str, str], Sequence[float]]]
 """By the name of a credit scheme, and the ids of group and trajectory: the advantage of each sampled token."""
 
 _DIGITS = {"ratio": 6, "logprob": 3, "entropy": 3, "entropies": 3}
-"""Of the numbers of tokens, where they are not four: a clip range is told from 1 by the fourth."""
+"""Digits of the numbers of tokens, if they are not four: a clip range differs from 1 in the fourth."""
 
 _MAX_TEXT, _MAX_PREVIEW = 20_000, 160
 """Characters of a message that are shown, and of what the list shows of it."""
@@ -33,9 +30,9 @@ class Block:
     """The rollouts of one group."""
 
     entries: list[dict[str, Any]]
-    """What the list shows of each."""
+    """Entry of each in the list."""
     data: bytes
-    """What was said in them, as JSON, compressed."""
+    """Dialogues as JSON, compressed."""
 
 
 def block_of(
@@ -47,7 +44,7 @@ def block_of(
         records: of one group of one step.
         run: number of the run.
         others: what other credit schemes give.
-        decode: turns tokens into text. None: what the template made of messages is not told.
+        decode: turns tokens into text. None: what the template made of messages is left out.
     """
     rollouts = [_rollout(record, others, decode) for record in records]
     data = json.dumps(rollouts, separators=(",", ":")).encode()

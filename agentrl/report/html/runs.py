@@ -11,9 +11,9 @@ from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
 
 _OF_ONE_RUN = ("seed", "run_dir", "report")
-"""What may differ between repetitions."""
+"""Fields that may differ between repetitions."""
 _NUM_DIFFERENCES = 3
-"""Fields that are named of a recipe, where they tell all apart."""
+"""Fields that name a recipe, if they distinguish all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Run:
     number: int
     """Among the runs of the page."""
     name: str
-    """Of its folder; where several have the same, of the one around it too."""
+    """Name of its folder; if several have the same, of the one around it too."""
     folder: RunFolder
     config: dict[str, Any]
     begun: dict[str, Any]
@@ -37,14 +37,14 @@ class Run:
         return self.config.get("seed")
 
     def field(self, name: str) -> Any:
-        """Return a field of its recipe, such as `train.steps`; None where it has none."""
+        """Return a field of its recipe, such as `train.steps`; None if it has none."""
         found: Any = self.config
         for part in name.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         return found
 
     def described(self) -> dict[str, Any]:
-        """Return what the page tells of it."""
+        """Return the page's data about it."""
         return {
             "name": self.name,
             "seed": self.seed,

@@ -39,7 +39,7 @@ class RolloutStore:
 
     @property
     def notices(self) -> list[str]:
-        """What is damaged, and shown without the damaged part."""
+        """List what is damaged, and shown without the damaged part."""
         return list(self._damage.values())
 
     def read(self, runs: Sequence[Run], *, seconds: float = float("inf")) -> bool:
@@ -65,7 +65,7 @@ class RolloutStore:
         return True
 
     def entries(self) -> list[dict[str, object]]:
-        """List the rollouts, with the number of the block in which each is told."""
+        """List the rollouts, with the number of the block in which each is."""
         return [entry | {"block": number} for number, block in self.blocks.items() for entry in block.entries]
 
     def _add(self, file: _File, *, max_credited: int) -> None:
@@ -97,7 +97,7 @@ class RolloutStore:
 
 
 def _written(path: Path) -> int:
-    """Return when a file was written; 0 where it is gone by now."""
+    """Return when a file was written; 0 if it is gone by now."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -1,10 +1,7 @@
-"""Arguments of calls, held against the JSON schemas of servers.
+"""Parts of all adapters.
 
-Sources in another process, or on disk: a moment is copied by making its actions again.
-
-Which half of a source's tasks a split draws from, and seeds for a source from the environment's own random numbers.
-
-Sources that draw from Python's and numpy's global random numbers, kept apart from each other and from everyone else.
+Arguments are held against JSON schemas, sources are copied by making their actions again, a source's tasks are split, and
+sources that use the global random numbers get generators of their own.
 """
 
 import contextlib
@@ -32,7 +29,7 @@ def check_arguments(name: str, arguments: Mapping[str, Any], schema: Mapping[str
     other thread runs.
 
     Raises:
-        ToolCallError: in words that tell the model what is wrong.
+        ToolCallError: in words for the model.
     """
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     validator = jsonschema.validators.extend(kind, _PATTERNS | {"additionalProperties": _additional(kind)})
@@ -118,7 +115,7 @@ _MAX_ALIKE = 6
 
 
 def draw(rng: np.random.Generator, options: dict[str, Any], make: Callable[[int], tuple[str, T]]) -> T:
-    """Return a task for the split that `options` names: train and eval never share one, where a source has several.
+    """Return a task for the split that `options` names: train and eval never share one, if a source has several.
 
     A task belongs to a half by the hash of its text. A source with a single task (one map, one puzzle) begins it on both
     sides: nothing can be held out of it.
@@ -141,7 +138,7 @@ def draw(rng: np.random.Generator, options: dict[str, Any], make: Callable[[int]
 
 
 _MAX_HELD_S = 60.0
-"""How long others wait for a source: as long as a call may take (`rollout.env_timeout_s`, unless a recipe changes it)."""
+"""Seconds that others wait for a source: as long as a call may take (`rollout.env_timeout_s`, unless a recipe changes it)."""
 _lock = threading.RLock()
 """Held by whoever has the global generators in a state of its own."""
 _holder: tuple[str, float] | None = None
@@ -159,7 +156,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class OwnRandom:
-    """What a source takes for the global random numbers: from a seed, and its own whenever the source is called.
+    """Generator that a source takes for the global random numbers: from a seed, and its own whenever the source is called.
 
     The generators of the process are as before afterwards. Other threads that draw from them meanwhile do so at random.
     """
@@ -175,7 +172,7 @@ class OwnRandom:
             source: whose they are meanwhile, for those who wait.
 
         Raises:
-            EnvironmentFailure: where another source has them and does not return.
+            EnvironmentFailure: if another source has them and does not return.
         """
         with _taken(source):
             before = random.getstate(), np.random.get_state()

@@ -14,12 +14,12 @@ from agentrl_envs.options import finite_number, whole_number
 
 _COLORED = re.compile(r"\x1b\[([0-9;]*)m([^\x1b]*)\x1b\[0m")
 _MARKS = {"34": "()", "35": "<>", "42": "{}"}
-"""What stands around a colored letter: for blue, magenta and on green; else `[]`."""
+"""Brackets around a colored letter: for blue, magenta and on green; else `[]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """What Gymnasium does not say of an environment of its own."""
+    """Facts that Gymnasium does not give about an environment of its own."""
 
     actions: tuple[str, ...]
     goal: float = 0.5
@@ -125,7 +125,7 @@ class GymnasiumEnv(ToolEnv):
         return self._shown(self.seen)
 
     def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
-        """Take a turn; an end by the source's limit of steps is told as one."""
+        """Take a turn; an end by the source's limit of steps is reported as one."""
         messages, reward, is_over, _, info = super().step(action)
         return messages, reward, is_over and not self.is_cut, self.is_cut, info
 

@@ -1,10 +1,7 @@
-"""What goes between a model and an MCP server, as text: schemas of tools, arguments, results.
+"""Environment whose tools are those of an MCP server, beside its own.
 
-A client of an MCP server. All of a process run on one thread, which ends with the last of them.
-
-An MCP server as one environment uses it: its own in each episode, or one for all environments of the process.
-
-An environment whose tools are those of an MCP server, beside its own.
+A server belongs to one episode, or to all environments of the process. All clients of a process run on one thread, which
+ends with the last of them.
 """
 
 from agentrl import UserError
@@ -96,7 +93,7 @@ def checked_arguments(name: str, tool: Tool, arguments: Any) -> dict[str, Any]:
     """Return the arguments of a call.
 
     Raises:
-        ToolCallError: where they do not fit the tool's schema.
+        ToolCallError: if they do not fit the tool's schema.
     """
     given = arguments_object(name, arguments)
     try:
@@ -108,7 +105,7 @@ def checked_arguments(name: str, tool: Tool, arguments: Any) -> dict[str, Any]:
 
 
 def result_text(result: CallToolResult) -> str:
-    """Return what a tool's message says: its texts, a note for what is none, and structured data where there is no text."""
+    """Return what a tool's message says: its texts, a note for what is none, and structured data if there is no text."""
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(map(_text, result.content))
@@ -129,9 +126,9 @@ def _text(block: ContentBlock) -> str:
 
 ServerOption: TypeAlias = "str | Sequence[str] | Mapping[str, Any] | MCPServer | Server[Any]"
 _GRACE_S = 2.0
-"""How long a call that was given up may take to give way, in seconds."""
+"""Seconds that a call that was given up may take to give way."""
 _CLOSE_S = 10.0
-"""How long a server may take to end: the SDK kills its processes after four seconds."""
+"""Seconds that a server may take to end: the SDK kills its processes after four seconds."""
 _MAX_PAGES = 100
 """Pages of a list of tools: a server may page without end."""
 _MAX_WORDS = 500
@@ -139,7 +136,7 @@ _MAX_WORDS = 500
 
 
 def _in_a_line(record: logging.LogRecord) -> bool:
-    """Tell of an exception in a line: the SDK logs each line of a server that is no message with its whole traceback."""
+    """Reduce an exception to a line: the SDK logs each line of a server that is no message with its whole traceback."""
     if record.exc_info and record.exc_info[1] is not None:
         record.msg = f"{record.getMessage()}: {line_of(record.exc_info[1])}"
         record.args = None
@@ -217,9 +214,9 @@ class Connection:
         """Call a tool.
 
         Raises:
-            ToolCallError: where the server refuses the call, or does not answer it in time.
-            ServerDiedError: where the server is gone.
-            EnvironmentFailure: where its answer breaks the protocol.
+            ToolCallError: if the server refuses the call, or does not answer it in time.
+            ServerDiedError: if the server is gone.
+            EnvironmentFailure: if its answer breaks the protocol.
         """
 
         async def bounded() -> CallToolResult:
@@ -334,7 +331,7 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServerSettings:
-    """How to reach a server, and how long to wait for it."""
+    """Address of a server, and how long to wait for it."""
 
     option: ServerOption
     """A URL, a command, or a server in this process."""
@@ -343,7 +340,7 @@ class ServerSettings:
     start_timeout_s: float
     call_timeout_s: float
     max_restarts: int
-    """How often a server that died is started again in an episode."""
+    """Times that a server that died is started again in an episode."""
 
     def __deepcopy__(self, memo: object) -> "ServerSettings":
         return self  # a server in this process cannot be copied, and need not be
@@ -395,14 +392,14 @@ class McpServer:
         self._connection: Connection | None = None
         self._shared: _Shared | None = None
         self._calls: list[tuple[str, dict[str, Any], bool]] = []
-        """Of this episode, and whether they were answered: one that took too long may have been carried out."""
+        """Calls of this episode, and whether they were answered: one that took too long may have been carried out."""
         self._num_restarts = 0
 
     def tools(self) -> list[Tool]:
         """Return the tools that it lists: those of the first start of such a server in this process.
 
         Raises:
-            EnvironmentFailure: where it does not start.
+            EnvironmentFailure: if it does not start.
         """
         key = self.settings.key()
         with _lock:
@@ -437,7 +434,7 @@ class McpServer:
             shared.close()
 
     def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
-        """Call a tool; where the server dies meanwhile, start it again and call again.
+        """Call a tool; if the server dies meanwhile, start it again and call again.
 
         Raises:
             ToolCallError: see `Connection.call`. So is EnvironmentFailure, and for a server that dies too often.
@@ -550,7 +547,7 @@ class McpEnv(ToolEnv):
             server: a URL (streamable HTTP), a command as a list of words or as {command, args, env, cwd} (stdio), or
                 `module:name` of a server in this process.
             server_lives: "episode" starts one for each episode, so that nothing that it remembers goes from one to the next,
-                and a fork is a server that was told the same; "process" uses one for all environments of the process.
+                and a fork is a server that got the same calls; "process" uses one for all environments of the process.
             tool_names: which of its tools to offer; `*` stands for any letters. None: all.
             start_timeout_s: how long the server may take to start and to list its tools.
             call_timeout_s: how long a call may take.
@@ -581,7 +578,7 @@ class McpEnv(ToolEnv):
 
         Raises:
             ToolCallError: with the server's words, where it answers with an error.
-            EnvironmentFailure: where the server is gone and does not come back.
+            EnvironmentFailure: if the server is gone and does not come back.
         """
         result = self._server.call(name, arguments)
         if result.is_error:

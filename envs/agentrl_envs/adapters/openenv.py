@@ -21,14 +21,14 @@ except ModuleNotFoundError as error:
 _HIDDEN = {"done", "reward", "metadata"}
 _MAX_BYTES = 2**24
 _CLOSING_S = 2.0
-"""How long the server may take to close a session, in seconds."""
+"""Seconds that the server may take to close a session."""
 
 
 class OpenEnv(ReplayedEnv):
     """One tool, `act`, whose parameters are the server's actions; its result is the observation, as JSON.
 
     An environment of a single field (`message`) is also played in text: a turn without a call is that field. Rewards are the
-    server's; the task is solved where the last one is at least `goal`. The server is told each task's seed.
+    server's; the task is solved if the last one is at least `goal`. The server gets each task's seed.
     """
 
     source: ClientConnection | None
@@ -44,7 +44,7 @@ class OpenEnv(ReplayedEnv):
             timeout_s: how long the server may take to connect and to answer.
 
         Raises:
-            UserError: where there is no such server.
+            UserError: if there is no such server.
         """
         super().__init__()
         self.url = url.rstrip("/")
@@ -80,7 +80,7 @@ class OpenEnv(ReplayedEnv):
         return self._take(given)
 
     def answer(self, text: str) -> str:
-        """Take the text as the only field of an action, where there is only one."""
+        """Take the text as the only field of an action, if there is only one."""
         if self.field is None or self.schema["properties"][self.field].get("type") != "string":
             return "Call act."
         try:

@@ -25,13 +25,13 @@ except ModuleNotFoundError as error:
 _SIZE = 5
 """The least that all data sets can be made of."""
 _DEADLINE_S = 5.0
-"""How long a score may take."""
+"""Seconds that a score may take."""
 _pool = WorkerPool(Path(__file__).with_name("reasoning_gym_worker.py"), purpose="reasoning_gym")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningGym(ToolEnv):
-    """One question, one turn: what stands in the last `<answer>` is scored, or the whole turn where there is none.
+    """One question, one turn: what stands in the last `<answer>` is scored, or the whole turn if there is none.
 
     The score, from 0 to 1, is the reward; 1 is success. Scorers run in processes of their own, which read answers and run none
     of them. Some raise on answers that they cannot read, or take more than five seconds or 2 GiB: such an answer is wrong, and
@@ -46,7 +46,7 @@ class ReasoningGym(ToolEnv):
         Args:
             dataset: its name in reasoning-gym, such as `chain_sum`.
             config: its fields, such as {min_terms: 2}; not `seed` and `size`. Of `composite`, which mixes others, {datasets:
-                [{name: chain_sum, weight: 2, config: {min_terms: 2}}, ...]}, where weight is 1 unless told.
+                [{name: chain_sum, weight: 2, config: {min_terms: 2}}, ...]}, where weight is 1 by default.
             max_chars: longest question; a longer one fails the episode.
 
         Raises:
@@ -85,7 +85,7 @@ class ReasoningGym(ToolEnv):
         self.finish(success=score >= 1.0, score=score)
 
     def gold_answer(self) -> str | None:
-        """Return the data set's answer, where it has one."""
+        """Return the data set's answer, if it has one."""
         return None if self.entry.get("answer") is None else str(self.entry["answer"])
 
     def state_key(self) -> str:

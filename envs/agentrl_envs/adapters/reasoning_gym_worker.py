@@ -45,7 +45,7 @@ _FUNCTIONS = {"Abs", "Integral", "exp", "ln", "log", "sqrt"} | {
     for inverse in ("", "a")
     for hyperbolic in ("", "h")
 }
-"""Of sympy, which computes them of its own objects. An integral is one of the right answers where sympy finds none."""
+"""Functions of sympy, computed of its own objects. An integral is one of the right answers where sympy finds none."""
 
 
 def read_expression(text: str, local_dict: Mapping[str, Any] | None = None, **_: Any) -> Any:

@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 
 _STATUS = re.compile(r"\s*>\s*(-= .*)?$", re.DOTALL)
 _NOT_TYPED = re.compile(r"[^A-Za-z0-9 '\n-]")
-"""What no command holds."""
+"""Characters that no command has."""
 _META = {
     "save",
     "restore",

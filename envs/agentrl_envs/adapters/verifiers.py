@@ -1,7 +1,4 @@
-"""A process of a Python that has verifiers, and its protocol: a JSON object a line.
-
-Tasksets of verifiers, over a process boundary: its pins clash with ours.
-"""
+"""Tasksets of verifiers, in a process of a Python that has them, a JSON object a line: its pins clash with ours."""
 
 import contextlib
 import json
@@ -164,7 +161,7 @@ class Verifiers(ToolEnv):
             timeout_s: how long a score may take.
 
         Raises:
-            UserError: where the taskset cannot be loaded there.
+            UserError: if the taskset cannot be loaded there.
         """
         super().__init__()
         whole_number("max_tasks", max_tasks, at_least=1)
@@ -219,7 +216,7 @@ class Verifiers(ToolEnv):
         return f"{self.number}/{self.is_answered}"
 
     def gold_answer(self) -> str | None:
-        """Return the field `answer` of the task's data, where it has one."""
+        """Return the field `answer` of the task's data, if it has one."""
         answer: str | None = self._tasks[self.number]["answer"]
         return answer
 

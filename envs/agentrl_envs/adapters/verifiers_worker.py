@@ -45,7 +45,7 @@ def load(taskset_id: str, config: dict[str, Any], max_tasks: int) -> list[Any]:
 
 
 def described(task: Any) -> dict[str, Any]:
-    """Return what an agent is told, and the answer where the task's data have one."""
+    """Return the prompt of a task, and the answer if the task's data have one."""
     data = task.data
     if type(task).toolsets(task.config) or data.prompt is None:
         raise ValueError(f"task {data.idx} needs tools or a user of its own; only tasks of text can be played")

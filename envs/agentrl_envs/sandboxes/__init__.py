@@ -1,1 +1,1 @@
-"""Where code of a model runs: the sandboxes that come with agentrl, one file each."""
+"""Sandboxes that come with agentrl, in which code of a model runs; one file each."""

@@ -1,6 +1,6 @@
 """CPython and a shell in namespaces of Linux, made by bubblewrap for each `exec` and gone with it.
 
-Which calls of the kernel a sandbox goes without: those that namespaces and limits do not hold, as a filter of seccomp.
+A filter of seccomp refuses the calls of the kernel that namespaces and limits do not hold.
 """
 
 import errno
@@ -76,7 +76,7 @@ def _program(architecture: int, which: int, *, has_x32: bool) -> Iterator[bytes]
     for numbers in read_yaml("refused_calls.yaml").values():
         yield _step(_JUMP_EQUAL, numbers[which], 0, 1)
         yield refuse
-    # Its flags are in memory, where no filter looks; where it is missing, C libraries use `clone`.
+    # Its flags are in memory, where no filter looks; if it is missing, C libraries use `clone`.
     yield _step(_JUMP_EQUAL, _CLONE3[which], 0, 1)
     yield _step(_RETURN, _ERROR | errno.ENOSYS)
     yield _step(_JUMP_EQUAL, _CLONE[which], 0, 4)
@@ -103,7 +103,7 @@ _ENVIRONMENT |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONN
 _RUNS = itertools.count()
 _OPEN_FILES = 64
 _BEGUN = b"begun\n"
-"""What the script says first: without it, bubblewrap or the machine has failed, and no code has run."""
+"""First line of the script: without it, bubblewrap or the machine has failed, and no code has run."""
 _MAX_WORDS = 500
 
 # Its input is an archive of the files, its output what the code says, and its standard error an archive of what the code left.
@@ -203,7 +203,7 @@ def _failure(words: str) -> EnvironmentFailure:
 
 def _limits(config: BubblewrapConfig) -> list[str]:
     """Return the command that limits what it runs, as a user without rights."""
-    seconds = int(config.timeout_s) + 1  # above the deadline, which is told as such
+    seconds = int(config.timeout_s) + 1  # above the deadline, which is reported as such
     limits = {"as": config.max_memory_mb * 1_000_000, "cpu": seconds, "nproc": config.max_processes}
     limits |= {"fsize": config.max_files_mb * 1_000_000, "nofile": _OPEN_FILES, "stack": 8_000_000}
     limits |= dict.fromkeys(("core", "memlock", "msgqueue"), 0)
@@ -272,7 +272,7 @@ def _is_within(path: str, folder: str) -> bool:
 
 @cache
 def _problem(config: BubblewrapConfig) -> str:
-    """Return why there is none here; empty where there is one."""
+    """Return why there is none here; empty if there is one."""
     if not sys.platform.startswith("linux"):
         return "this is no Linux"
     if platform.machine() not in architectures():

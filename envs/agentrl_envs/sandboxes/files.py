@@ -82,7 +82,7 @@ def plain_path(path: str) -> str:
     """Return a path in the form in which files are held.
 
     Raises:
-        ValueError: where it leads out of the folder, or is none.
+        ValueError: if it leads out of the folder, or is none.
     """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or ".." in parts or not parts or "\0" in path:
@@ -105,7 +105,7 @@ def packed(files: Files) -> bytes:
 def unpacked(archive: bytes) -> Files:
     """Return the files and folders of a tar archive in the form `ustar`; links and devices are left out.
 
-    It may come from whoever ran in the sandbox, and `tarfile` would believe a header that tells of terabytes: this reads
+    It may come from whoever ran in the sandbox, and `tarfile` would believe a header that claims terabytes: this reads
     what is there, and nothing else.
 
     Raises:

@@ -22,7 +22,7 @@ _CLOCK = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 _MAX_HOST_CALLS = 1000
 """Files opened, read and written, and seconds slept, by one program."""
 _MAX_DEPTH = 20
-"""Of folders in folders."""
+"""Depth of folders in folders."""
 
 
 class MontyConfig(SandboxConfig):
@@ -39,7 +39,7 @@ class MontyConfig(SandboxConfig):
         """Return a new sandbox.
 
         Raises:
-            UserError: where pydantic-monty is not installed.
+            UserError: if pydantic-monty is not installed.
         """
         try:
             import pydantic_monty  # noqa: F401 - an extra

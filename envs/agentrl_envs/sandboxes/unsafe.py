@@ -1,7 +1,4 @@
-"""A plain process under limits, for code that is trusted: it can read, write and send whatever you can.
-
-Run a program that may do anything, and be rid of it by a deadline.
-"""
+"""A plain process under limits, ended by a deadline, for code that is trusted: it can read, write and send whatever you can."""
 
 import atexit
 import contextlib
@@ -26,11 +23,11 @@ from agentrl_envs.sandboxes.files import Files, FileSandbox, plain_path
 
 _CHUNK = 1 << 16
 _POLL_S = 0.05
-"""How often to look whether the program has ended, where something it started holds its outputs open."""
+"""Seconds between looks whether the program has ended, if something it started holds its outputs open."""
 _CLOSED_POLL_S = 0.001
-"""The same, where nothing will tell."""
+"""The same, if nothing reports the end."""
 _LAST_OUTPUT_S = 1.0
-"""How long to wait for the end of the outputs once the program is dead, in seconds."""
+"""Seconds to wait for the end of the outputs once the program is dead."""
 
 _running: set[int] = set()
 """Process groups of what runs now, on threads that the end of this process does not wait for."""
@@ -38,18 +35,18 @@ _running: set[int] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """What a program did."""
+    """Outcome of a program."""
 
     returncode: int
     """Exit status; negative: the signal that ended it."""
     output: bytes
-    """Of its first output."""
+    """Bytes of its standard output."""
     num_cut: int
     """Bytes of it that are left out."""
     second: bytes
-    """Of its standard error."""
+    """Bytes of its standard error."""
     is_cut: bool
-    """True where standard error was longer than asked for, so that the program was killed."""
+    """True if standard error was longer than asked for, so that the program was killed."""
     timed_out: bool
 
 
@@ -66,7 +63,7 @@ def run_process(
 ) -> Finished:
     """Run a program in its own session and process group, and kill the group at the deadline and when the program ends.
 
-    The end of this process kills it too, where that is not killed itself.
+    The end of this process kills it too, if that is not killed itself.
     Its environment is the one given, and it inherits no descriptor but `pass_fds`. Outputs are read on to the end, but no more
     of them is kept than asked for.
 
@@ -135,7 +132,7 @@ def _kill_all() -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Tell whether a child has ended, without collecting its status."""
+    """Return whether a child has ended, without collecting its status."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -165,7 +162,7 @@ class _Pipes:
 
     @property
     def is_over(self) -> bool:
-        """True where standard error has said too much."""
+        """True if standard error has said too much."""
         return self.num_cut[1] > 0
 
     def move(self, timeout_s: float) -> None:
@@ -210,7 +207,7 @@ _OF_NAMES = {
     errno.ENOTDIR,
     errno.EPERM,
 }
-"""What names and modes of files bring about, which are the code's own; other errors are the machine's."""
+"""Errors of names and modes of files, which are the code's own; other errors are the machine's."""
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 """The program ends with the thread that runs it, also where this process is killed; what it has started in turn does not."""
 
@@ -229,7 +226,7 @@ class UnsafeConfig(SandboxConfig):
         """Return a new sandbox.
 
         Raises:
-            UserError: where its limits cannot be set.
+            UserError: if its limits cannot be set.
         """
         for program in ("prlimit", "setpriv"):
             if shutil.which(program) is None:

@@ -1,0 +1,345 @@
+"""Sections of a recipe as `agentrl.train` takes them. Made by `make fields`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from pydantic import BaseModel
+
+class StageSection(TypedDict, total=False):
+    """Options of the environment that hold in training from a step on."""
+
+    from_step: int
+    r"""The first step whose groups are started with them."""
+    options: Mapping[str, Any]
+    r"""Laid over `env.options`, until the next entry."""
+
+class EnvSection(TypedDict, total=False):
+    """Environment that the agent lives in."""
+
+    id: str
+    r"""An installed name (`agentrl envs` lists them), `module:Class`, or a Gymnasium id."""
+    options: Mapping[str, Any]
+    r"""Keyword arguments of the environment's constructor."""
+    wrappers: Sequence[Mapping[str, Any]]
+    r"""Wrappers around it, the first innermost: each an `id`, an installed name or `module:Class` of a `gymnasium.Wrapper`, and beside it keyword arguments of its constructor."""
+    schedule: Sequence[StageSection | Mapping[str, Any] | BaseModel]
+    r"""Options that change with the step, in training alone: a schedule of difficulty."""
+
+class LocalModelSection(TypedDict, total=False):
+    """A small Qwen3 with random weights and a tokenizer trained on the environment's own dialogues."""
+
+    hidden_size: int
+    r"""Width of the hidden states: an even number for each of `num_heads`."""
+    num_layers: int
+    r"""Transformer blocks."""
+    num_heads: int
+    r"""Query heads of each attention layer."""
+    num_kv_heads: int
+    r"""Key and value heads, each shared by `num_heads / num_kv_heads` query heads."""
+    intermediate_size: int
+    r"""Width of the feed-forward layers."""
+    max_positions: int
+    r"""Longest row the model takes, in tokens; `rollout.max_context_tokens` must fit."""
+    initializer_std: float
+    r"""Standard deviation of the initial weights."""
+    vocab_size: int
+    r"""Largest number of tokenizer entries: 256 bytes, 5 control tokens, and tokens merged from them."""
+
+class LoraSettingsSection(TypedDict, total=False):
+    """Low-rank adapters, which are trained in place of the model's own weights."""
+
+    rank: int
+    r"""Rank of the change of each weight."""
+    alpha: int
+    r"""Scale of the change: `alpha / rank`."""
+    target_modules: Literal["all-linear"] | Sequence[str]
+    r"""Linear layers to adapt, by the ends of their names: `[q_proj, v_proj]`. `all-linear`: all but the head. The experts and routers of a mixture stay as they are."""
+
+class ModelSection(TypedDict, total=False):
+    """The model to train."""
+
+    name_or_path: str | None
+    r"""A Hugging Face model: a folder, or a name on the hub. None: a small one is made locally, see `local`."""
+    local: LocalModelSection | Mapping[str, Any] | BaseModel
+    r"""The model to make if `name_or_path` is None."""
+    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] | None
+    r"""Attention implementation of transformers, unless rows are laid out as a tree. None: sdpa if the model has it, else eager (gpt-oss). The last three train on GPUs alone; with flash_attention_2 and 3, which have no float32 to prove a layout in, rows are padded."""
+    lora: LoraSettingsSection | Mapping[str, Any] | BaseModel | None
+    r"""Train low-rank adapters in place of the weights. None: train the weights. An empty section: adapters of default size."""
+
+class WarmupSection(TypedDict, total=False):
+    """Supervised training on `oracle()` demonstrations before reinforcement learning."""
+
+    steps: int
+    r"""Optimizer steps; 0: no warm-up."""
+    batch_size: int
+    r"""Demonstrations per step."""
+    num_demonstrations: int
+    r"""Demonstrations made; they are gone through again when they run out."""
+    learning_rate: float
+    r"""Step size of AdamW; rises over 20 steps, falls over the last 50."""
+    skill: float
+    r"""Share of turns that the demonstrations play right: a policy that was shown perfection has no spread to learn from."""
+
+class HistorySection(TypedDict, total=False):
+    """History that the next context shows. The opening and the replies to the last action are always shown."""
+
+    tool_results: int | None
+    r"""So many of the newest tool results are shown; of an older one, a short line. Null: all."""
+    turns: int | None
+    r"""So many of the last turns, actions with the replies to them, are shown beside the opening. Null: all."""
+
+class GroupRewardSection(TypedDict, total=False):
+    """A reward function of all episodes of a group, and its weight."""
+
+    reward: str
+    r"""`module:function`, or an installed one. By name it takes lists with an entry for each episode: `num_tokens`, `rewards`, `completions`, `messages`, `successes`, `truncated`; it returns such a list, and may be `async def`."""
+    weight: float
+    r"""Factor of each number before it is added to the reward of the last turn."""
+    name: str | None
+    r"""Name of the reward component. None: the function's."""
+    options: Mapping[str, Any]
+    r"""Further arguments of the function."""
+
+class CurriculumSection(TypedDict, total=False):
+    """Tasks that the policy solves nearly always, or hardly ever, rest for some epochs and come back."""
+
+    visits: int
+    r"""Visits over which the mean success rate of a task is taken; after a rest, over as many new ones."""
+    rest: int
+    r"""Epochs of a rest."""
+    low: float | None
+    r"""A task rests if its rate is at most this. Null: no lower bound."""
+    high: float | None
+    r"""A task rests if its rate is at least this. Null: no upper bound."""
+
+class BranchSection(TypedDict, total=False):
+    """Rollouts forked from an episode's turns with `env.fork`, played only if the credit scheme reads them."""
+
+    num: int
+    r"""Rollouts per forked turn."""
+    every: int
+    r"""Turns from one fork to the next, beginning with the first turn."""
+    budget_tokens: int
+    r"""Tokens sampled for one episode's forks after which no other rollout is started. Each turn gets one rollout, then a second, and so on."""
+
+class RolloutSection(TypedDict, total=False):
+    """Limits, group size and staleness of rollouts."""
+
+    mode: Literal["sync", "partial", "async"]
+    r"""`sync`: every episode of a step is awaited before its update. `partial`: a step takes complete groups, the oldest first; the other episodes are interrupted, and continue with the next weights. `async`: the same, but sampling continues during the update, and is interrupted only while weights are replaced."""
+    max_staleness: int
+    r"""`partial`, `async`: groups are started at most this many steps ahead; `stale` decides about tokens that were sampled more policy versions ago."""
+    stale: Literal["wait", "mask", "keep"]
+    r"""`wait`: a step waits for the groups that would become too old, so that no token is. `mask`: the step does not wait; tokens that are too old leave the loss. `keep`: they are trained on. Either way they are counted (`staleness/too_old`)."""
+    num_groups: int
+    r"""Tasks for each step."""
+    group_size: int
+    r"""Episodes per task."""
+    temperature: float
+    r"""Sampling temperature; log-probabilities are those of the tempered distribution, in rollouts and in training."""
+    top_p: float
+    r"""Must stay 1: a truncated support makes the importance ratio of the tokens cut off undefined."""
+    max_turns: int
+    r"""Largest number of actions per episode."""
+    max_turn_tokens: int
+    r"""Largest number of tokens sampled per action."""
+    max_episode_tokens: int
+    r"""Largest number of tokens sampled per episode."""
+    max_context_tokens: int
+    r"""Largest number of tokens in a context, prompt and actions together."""
+    history: HistorySection | Mapping[str, Any] | BaseModel
+    r"""Part of the earlier turns that a context shows; by default all."""
+    max_live_episodes: int
+    r"""Episodes played at once, each environment on a thread of its own."""
+    env_timeout_s: float
+    r"""Deadline of each reset and step of an environment, and of each call of a group reward, in seconds."""
+    engine_timeout_s: float
+    r"""Deadline of each completion, in seconds. With `engine.lockstep` it includes waiting for the environments of the other live episodes: leave it well above `env_timeout_s`."""
+    max_retries: int
+    r"""Retries per episode: after a failure of the environment it restarts with a fresh one, after one of the engine it resumes."""
+    dynamic_sampling: int
+    r"""Largest number of groups per step that are replaced by new tasks because all of their episodes earned the same (DAPO, arXiv 2503.14476); further ones are kept. Schemes that compare the returns of siblings learn nothing from such groups; schemes that compare turns may; with schemes that read a critic, a judge, a teacher or an answer it is refused."""
+    group_rewards: Sequence[GroupRewardSection | Mapping[str, Any] | BaseModel]
+    r"""Rewards that compare the episodes of a group, or count their tokens; added in training only, before credit is assigned. `dynamic_sampling` ignores them."""
+    curriculum: CurriculumSection | Mapping[str, Any] | BaseModel | None
+    r"""Rule by which tasks of a table rest for a while. Null: none rest."""
+    branches: BranchSection | Mapping[str, Any] | BaseModel
+    r"""Forked rollouts, for credit schemes that read them."""
+    max_consecutive_failures: int
+    r"""Number of episodes in a row that failed in spite of their retries, or of groups in a row that had to be replaced, after which the run stops with the last error."""
+
+class CriticSection(TypedDict, total=False):
+    """A value for each token's context, learned beside the policy by regression on the returns."""
+
+    model: Literal["head", "separate"]
+    r"""`head`: two small layers on the policy's hidden states, which they do not change. `separate`: a copy of the policy as it begins, trained as a whole; with `model.lora` its adapters are."""
+    learning_rate: float
+    r"""Step size of AdamW."""
+    epochs: int
+    r"""Passes over each step's trajectories."""
+    num_minibatches: int
+    r"""Optimizer updates for each pass."""
+
+class SignalsSection(TypedDict, total=False):
+    """Sources of the signals that some credit schemes read; none costs anything until a scheme asks for it."""
+
+    critic: CriticSection | Mapping[str, Any] | BaseModel
+    teacher: str | None
+    r"""Hugging Face model whose log-probabilities a scheme may read: a folder, or a name on the hub; its vocabulary must be the policy's."""
+    judge: str | None
+    r"""`module:function` that is given a trajectory and returns one score for each of its turns; it may be `async def`. Called on threads."""
+    judge_timeout_s: float
+    r"""Deadline of each call of the judge, in seconds."""
+    judge_retries: int
+    r"""Retries of a call of the judge that raised or hung, before the run stops."""
+    judge_threads: int
+    r"""Calls of the judge at the same time."""
+
+class CalibratedSection(TypedDict, total=False):
+    """Ranges that follow the spread of log-ratios, for each staleness."""
+
+    clipped: float
+    r"""Share of the tokens of positive, and of negative, advantage that the range is to clip."""
+    by_length: bool
+    r"""Units of 1, 2 to 7, 8 to 31, ... tokens have ranges of their own."""
+
+class KernelSection(TypedDict, total=False):
+    """Exponents c1, c2 of the weight W^c1 exp(c2 (1 - W)) of a unit, W being the product of its tokens' ratios."""
+
+    positive: Sequence[float]
+    r"""For tokens of positive advantage."""
+    negative: Sequence[float]
+    r"""For tokens of negative advantage."""
+
+class LossSection(TypedDict, total=False):
+    """The loss section of a recipe."""
+
+    unit: Literal["trajectory", "turn", "version", "token"]
+    r"""Tokens that share one importance ratio: `trajectory` (GSPO-token), `turn`, `version` (runs of one policy version within a turn) or `token` (PPO, GRPO)."""
+    trust: Literal["fixed", "calibrated", "token", "kernel"]
+    r"""When a token is pushed no further: its own ratio leaves the range of single tokens (`token`); its unit's ratio leaves the clip range (`fixed`: the GSPO paper); leaves a range that follows how far ratios spread (`calibrated`); never, but the unit's weight fades as its whole probability changes (`kernel`: VESPO)."""
+    clip_low: float | None
+    r"""A ratio below 1 - clip_low stops pushing a token of negative advantage further down. None: follows the clipped ratio, the unit's or with `trust: token` the token's (trajectory 3e-4, turn and version 3e-3, token 0.2)."""
+    clip_high: float | None
+    r"""A ratio above 1 + clip_high stops pushing a token of positive advantage further up. None: follows the clipped ratio, the unit's or with `trust: token` the token's (trajectory 4e-4, turn and version 4e-3, token 0.27)."""
+    calibrated: CalibratedSection | Mapping[str, Any] | BaseModel | None
+    r"""Settings of `trust: calibrated`. None: its defaults."""
+    kernel: KernelSection | Mapping[str, Any] | BaseModel | None
+    r"""Settings of `trust: kernel`. None: its defaults."""
+    reject: float | None
+    r"""A unit whose ratio is above this, or below one over it, leaves the loss whole, but for its part in `kl_coefficient`. None: none does."""
+    aggregation: Literal["trajectory-mean", "turn-mean", "token-mean", "constant"]
+    r"""Weight of a token: every trajectory weighs the same (`trajectory-mean`), every turn (`turn-mean`), every token (`token-mean`), or 1 / (number of trajectories * constant_length) (`constant`)."""
+    constant_length: int | None
+    r"""Tokens by which `aggregation: constant` divides, and no other, in place of each trajectory's own length."""
+    anchor: Literal["behavior", "recomputed", "sampled"]
+    r"""Denominator of the ratio: `behavior`, the log-probabilities recorded by the engine at sampling; `recomputed`, the trainer's own before the first update on the batch; `sampled`, the trainer's own under the weights that sampled each token, so that the ratio holds its staleness, and nothing of the engine."""
+    kept_versions: int
+    r"""Policy versions whose trained weights stay in the host's memory with `anchor: sampled`. Tokens of older ones are compared with the engine's log-probabilities (`staleness/unkept`)."""
+    mismatch: Literal["off", "truncate", "mask"]
+    r"""Correction of units on which engine and trainer disagree, if `anchor: recomputed` or `sampled` leaves the engine out of the ratio: weigh them by exp(mean of anchor - engine log-probabilities), `truncate`d at the limit, or `mask`ed beyond it."""
+    mismatch_limit: float
+    r"""Largest weight (and, for `mask`, one over the smallest)."""
+    kl_coefficient: float
+    r"""Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
+    routing_replay: Literal["none", "trainer", "engine"]
+    r"""Experts that the updates of a mixture use: those that it chooses itself; those of the `trainer` before the first update (Routing Replay, GSPO paper, section 5.3); or those of the `engine` at sampling (arXiv 2510.11370), if it returns them: `transformers`, and vLLM on a GPU. Ratios of `unit: token` need it by the GSPO paper, those of trajectories do not."""
+
+class TrainSection(TypedDict, total=False):
+    """The optimizer, its minibatches and passes."""
+
+    steps: int
+    r"""Rounds of collecting and updating."""
+    num_minibatches: int
+    r"""Parts into which each step's rollouts are drawn (the GSPO paper's four): an optimizer update for each that has a gradient."""
+    max_tokens_per_micro_batch: int
+    r"""Most tokens in one forward and backward pass, padding included; a token that rows share counts once. A longer trajectory is a pass of its own."""
+    layout: Literal["auto"] | Literal["tree", "packed", "padded"]
+    r"""Layout of rows: `tree` computes shared prefixes once, `packed` concatenates short rows, `padded` stacks them. `auto`: the first of these that is proven exact for the model when the run begins."""
+    learning_rate: float
+    r"""Step size of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"]
+    r"""Course of the learning rate after its warm-up."""
+    warmup_minibatches: int
+    r"""Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is then at the same point of each step in any run, and ends with it."""
+    target_kl: float | None
+    r"""Largest KL divergence of a step, in nats a token: an update that exceeds it, at the tokens of the next minibatch (the last update: of the last one), is halved until it does not. None: no bound. The metric `kl/step` is the largest divergence that minibatches showed, before the last update: 0 with one minibatch. If tokens are stale, all minibatches but the first take a forward pass more."""
+    ess_scaling: bool
+    r"""Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small if few trajectories outweigh the rest, as among stale ones (VCPO)."""
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
+    r"""`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
+    gradient_checkpointing: bool
+    r"""Keep the inputs of each layer and compute the rest again in the backward pass: slower, for less memory."""
+    betas: Sequence[float]
+    r"""Decay of Adam's running means of the gradient and of its square."""
+    weight_decay: float
+    r"""Decoupled weight decay of AdamW."""
+    max_grad_norm: float
+    r"""Gradients are scaled down to this norm."""
+    precision: Literal["float32", "bfloat16"]
+    r"""`bfloat16`: autocast over float32 weights."""
+    sharding: Literal["none", "full"]
+    r"""Sharding over ranks. `none`: each holds all weights (DDP). `full`: weights, gradients and the optimizer's state are sharded (FSDP2)."""
+    process_timeout_s: float
+    r"""Longest wait of a rank for the others, in seconds; a year at most."""
+    device: Literal["auto", "cpu"]
+    r"""`auto`: a GPU if there is one."""
+    checkpoint_every: int
+    r"""Steps between checkpoints; the last step always has one."""
+    keep_last: int
+    r"""Checkpoints kept."""
+    on_collapse: Literal["warn", "stop", "rewind"]
+    r"""Reaction to a collapse of the policy (metric `health/collapse`). `stop`: the run ends. `rewind`: once, it goes back to the newest checkpoint from before, with half the learning rate; at the next collapse it ends. Each logs a warning."""
+    stop_on: Sequence[Literal["zero_spread", "cut_off"]]
+    r"""Signs (metrics `health/SIGN`) at which the run ends: for 8 steps no group had a spread of returns (`zero_spread`), or every episode was cut off (`cut_off`). Each is logged once anyway."""
+    agreement: float | None
+    r"""Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""
+
+class EvaluationSection(TypedDict, total=False):
+    """Evaluation of the policy on tasks of the eval split."""
+
+    every: int
+    r"""Steps between evaluations; 0: only before the first step and after the last."""
+    num_tasks: int
+    r"""Evaluation tasks, each evaluated exactly once (`samples` episodes each); fewer if the environment has fewer."""
+    seed: int | None
+    r"""Seed of the evaluation tasks: runs of several seeds that share it are evaluated on the same tasks. None: the run's."""
+    samples: int
+    r"""Episodes per task."""
+    pass_at: Sequence[int]
+    r"""The k of pass@k, each at most `samples`."""
+    env: Mapping[str, Any]
+    r"""Other environments to evaluate in, by name: their metrics are `eval/NAME/...`. One may stand alone (`{id: ...}`), as `eval/...`. None: that of training."""
+    temperature: float
+    r"""Sampling temperature; 0 takes the most probable token."""
+
+class ReportSection(TypedDict, total=False):
+    """Files that are written while a run trains."""
+
+    rollouts_every: int
+    r"""Steps between recorded rollout files (the first step always has one); 0: none."""
+    keep_rollouts: int
+    r"""Rollout files that are kept beside the first step's: the newest ones; older ones are deleted."""
+    trackers: Sequence[str]
+    r"""Trackers that get metrics, the recipe and tables of rollouts, by name: trackio, tensorboard, wandb, mlflow. Others of accelerate get metrics and the recipe."""
+    project: str
+    r"""Project (MLflow: experiment) of the run in trackers; the run's name is that of its folder."""
+
+class Sections(TypedDict, total=False):
+    """Everything that defines a run."""
+
+    seed: int
+    r"""Every random choice follows from it."""
+    run_dir: str | Path | None
+    r"""Folder of the run. None: `runs/<recipe>-<date>`."""
+    chat: Any
+    warmup: WarmupSection | Mapping[str, Any] | BaseModel
+    engine: Any
+    rollout: RolloutSection | Mapping[str, Any] | BaseModel
+    signals: SignalsSection | Mapping[str, Any] | BaseModel
+    loss: LossSection | Mapping[str, Any] | BaseModel
+    train: TrainSection | Mapping[str, Any] | BaseModel
+    evaluation: EvaluationSection | Mapping[str, Any] | BaseModel
+    report: ReportSection | Mapping[str, Any] | BaseModel
