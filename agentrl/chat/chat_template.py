@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from jinja2 import TemplateError
-
 from agentrl.chat.encoder import MARK, Encoder, map_strings
 from agentrl.chat.forms import CallForm
 from agentrl.chat.forms.json_calls import format_reasoning
 from agentrl.chat.forms.tagged import END_THINK, THINK
+from agentrl.chat.limits import render_limited
 from agentrl.chat.renderer import Tools
-from agentrl.errors import RendererError
+from agentrl.errors import RendererError, TemplateLimitError
 from agentrl.types import Message
 
 PROBE = "agentrl-probe"
@@ -137,21 +136,23 @@ class ChatTemplate:
     def _signed_text(
         self, messages: Sequence[Message], tools: Tools, *, prompt: bool, form: CallForm | None, shape: Shape
     ) -> str:
+        whose = f"chat.renderer: the chat template of {self.name!r}"
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(self._shaped(messages, shape, form)),
+            return render_limited(
+                self._template,
+                messages=list(self._shaped(messages, shape, form)),
                 tools=self._marked(tools) or None,
-                chat_template=self._template,
-                tokenize=False,
                 add_generation_prompt=prompt,
                 **self._variables,
             )
-        except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
-            raise RendererError(
-                f"chat.renderer: the chat template of {self.name!r} cannot render a dialogue with the roles "
-                f"{', '.join(m['role'] for m in messages)}: {error}"
-            ) from error
-        return text
+        except (TemplateLimitError, MemoryError) as error:
+            raise TemplateLimitError(
+                f"{whose} {error or 'needs more memory than there is'}. Set chat.template to a file with another"
+            ) from None
+        except Exception as error:  # a stranger's program may raise anything
+            roles = ", ".join(m["role"] for m in messages)
+            words = " ".join(str(error).split())[:1000]
+            raise RendererError(f"{whose} cannot render a dialogue with the roles {roles}: {words}") from error
 
     def _find_assembled(self) -> Iterator[str]:
         """Yield the control tokens that the template makes of pieces."""

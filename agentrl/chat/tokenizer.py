@@ -62,7 +62,7 @@ def pretrained_tokenizer(name_or_path: str, *, field: str = "model.name_or_path"
 
 def _generation_ends(source: str) -> tuple[int, ...]:
     """Return the ids at which the generation config of a model ends sampling; without one, those of its config."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     for name in ("generation_config.json", "config.json"):
         try:

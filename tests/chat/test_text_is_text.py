@@ -12,9 +12,9 @@ from agentrl.chat.encoder import MARK, SIGN, Encoder
 from agentrl.errors import RendererError
 from agentrl.types import Message
 from tests.support.each import each
-from tests.support.families import family_of, family_tokenizer, template_names
+from tests.support.families import family_tokenizer, template_names
 from tests.support.templates import QWEN, changed, tokenizer
-from tests.support.tiers import first_of_each
+from tests.support.tiers import slow_unless
 
 HARMLESS = "word"
 SLOTS = (
@@ -35,7 +35,8 @@ SLOTS = (
     *("malformed", "further key", "further", "tool", "description", "property", "property description", "property key"),
     *("property value", "type", "enum", "required", "schema key", "schema value", "definition"),
 )
-TEMPLATES = first_of_each(template_names(), family_of)
+SOME = ("gemma4", "gptoss", "llama3_1", "nemotron_3_nano", "qwen3")
+TEMPLATES = slow_unless(SOME.__contains__, template_names())
 PIECES = ("<|{}|>", "<{}>", "</{}>", "[{}]")
 
 
@@ -142,7 +143,7 @@ def test_a_key_between_brackets_of_the_template_is_text(piece: str) -> None:
     keys = f"{{%- for key in tool.function.parameters %}}{{{{- '{written}' }}}}{{%- endfor %}}"
     made = tokenizer(changed(("{{- tool | tojson + '\n' }}", f"{{{{- tool | tojson + '\n' }}}}{keys}")))
     made.add_special_tokens({"additional_special_tokens": [piece.format("inner")]})
-    check(TemplateRenderer(made), made, template=made.chat_template, one_by_one=True)
+    check(TemplateRenderer(made), made, template=made.chat_template, one_by_one=False)
 
 
 def test_a_token_that_a_template_makes_of_a_role_is_one() -> None:

@@ -194,13 +194,8 @@ class FamilyRenderer:
         return assistant(parsed.content, [thought or ""], [_function(call) for call in parsed.tool_calls])
 
     def _opens_thought(self, prompt: Sequence[int]) -> bool:
-<<<<<<< HEAD
-        """Tell whether the last turn of a context has begun a thought."""
-        begins = next((n + 1 for n in range(len(prompt) - 1, -1, -1) if prompt[n] in self._closing_ids), 0)
-=======
         """Return whether the last turn of a context has begun a thought."""
-        begins = next((n + 1 for n in range(len(prompt) - 1, -1, -1) if prompt[n] in self._stop_ids), 0)
->>>>>>> 07ae6fdd22b59cf8b4b28236078dd47739e3a0a2
+        begins = next((n + 1 for n in range(len(prompt) - 1, -1, -1) if prompt[n] in self._closing_ids), 0)
         text = self._tokens.decode(prompt[begins:])
         return text.rfind(THINK) > text.rfind(END_THINK)
 
@@ -335,7 +330,7 @@ class FamilyRenderer:
         role = message["role"]
         if role == "developer" and not self.has_developer:
             role = "system"
-        shaped = map_strings(message, self._encode.literal_within)
+        shaped: Message = map_strings(message, self._encode.literal_within)
         shaped |= {"role": role, "content": self._encode.literal(message.get("content") or "")}
         if thought := message.get("reasoning_content"):
             shaped["reasoning_content"] = self._encode.literal(thought)
