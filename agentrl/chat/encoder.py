@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby, product
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from agentrl.data.plain import well_formed
 
@@ -55,7 +55,7 @@ class Encoder:
         self.max_chars: int | None = None
         """Longest text that one token stands for, in characters. None: not known, because some text may leave no token."""
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-            own = _copy(backend)
+            own = _copy(backend, tokens)
             own.encode_special_tokens = not control
             if not control or _ids(own, _PROBE) == tuple(tokenizer.encode(_PROBE, add_special_tokens=False)):
                 self._own, self.max_chars = own, _max_chars(own)
@@ -191,12 +191,25 @@ def _steers(token: Any, text: str, spelled: str) -> bool:
     return len(text.strip()) > 1 and (token.special or text in spelled)
 
 
-def _copy(tokenizer: Tokenizer) -> Tokenizer:
+_COMPOSING = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Sequence"}
+"""Normalizers that may make a control token of other characters, and depend on no place in a text."""
+
+
+def _copy(tokenizer: Tokenizer, control: Collection[str]) -> Tokenizer:
     """Return a tokenizer that encodes alike, without truncation, padding and what is put around a text.
 
     Both have one vocabulary, where that gives the added tokens the same ids: writing and reading a large one takes seconds.
+    Control tokens are what spells them before a normalizer composes a text: a Kelvin sign is no K of theirs.
     """
-    made, added = Tokenizer(tokenizer.model), tokenizer.get_added_tokens_decoder()
+    added = tokenizer.get_added_tokens_decoder()
+    kinds = (
+        set(re.findall(r'"type":\s*"(\w+)"', str(tokenizer.normalizer.__getstate__())))
+        if tokenizer.normalizer
+        else set()
+    )
+    if kinds and kinds <= _COMPOSING:
+        added = {i: _uncomposed(token) if token.content in control else token for i, token in added.items()}
+    made = Tokenizer(tokenizer.model)
     if tokenizer.normalizer is not None:
         made.normalizer = tokenizer.normalizer
     if tokenizer.pre_tokenizer is not None:
@@ -206,10 +219,18 @@ def _copy(tokenizer: Tokenizer) -> Tokenizer:
         i: repr(token) for i, token in added.items()
     }:
         return made
-    made = Tokenizer.from_str(tokenizer.to_str())
+    whole = json.loads(tokenizer.to_str())
+    for entry in whole["added_tokens"]:
+        entry["normalized"] = added[entry["id"]].normalized
+    made = Tokenizer.from_str(json.dumps(whole))
     made.no_truncation()
     made.no_padding()
     return made
+
+
+def _uncomposed(token: AddedToken) -> AddedToken:
+    sides = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+    return AddedToken(token.content, **sides, normalized=False, special=token.special)
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

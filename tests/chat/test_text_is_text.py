@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, normalizers
 
 from agentrl.chat import AutoConfig, ChatMLConfig, Renderer, TemplateRenderer, train_tokenizer
 from agentrl.chat.encoder import MARK, SIGN, Encoder
@@ -161,6 +162,17 @@ def test_a_tokenizer_s_words_stay_code_of_its_template() -> None:
     renderer, plain = TemplateRenderer(made), TemplateRenderer(tokenizer(QWEN))
     messages, _, tools = dialogue({})
     assert made.decode(renderer.start(messages, tools)) == tokenizer(QWEN).decode(plain.start(messages, tools))
+
+
+@each("text", ["<|TO\u212aEN|>", "\uff1c|TOKEN|>", "<|token|>"])
+@each("normalizer", [normalizers.NFC(), normalizers.NFKC(), normalizers.Sequence([normalizers.Lowercase()])])
+def test_what_a_normalizer_composes_is_no_control_token(text: str, normalizer: Any) -> None:
+    made = tokenizer(QWEN)
+    made.backend_tokenizer.normalizer = normalizer
+    made.add_tokens([AddedToken("<|TOKEN|>", special=True, normalized=True)])
+    start = TemplateRenderer(made).start([{"role": "user", "content": text}], ())
+    assert made.convert_tokens_to_ids("<|TOKEN|>") not in start
+    assert start.count(2) == 1
 
 
 def test_the_code_points_of_marks_and_signs_are_no_text() -> None:
