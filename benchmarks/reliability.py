@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.hostile.calls import try_calls
 from benchmarks.hostile.cases import MinibatchStats, warm_up
 from benchmarks.hostile.environments import try_environments
 from benchmarks.hostile.folders import try_folders
@@ -75,6 +76,7 @@ CATEGORIES: dict[str, Callable[[Path, int], MinibatchStats]] = {
     "folders": try_folders,
     "environments": try_environments,
     "outputs": try_outputs,
+    "calls": try_calls,
     "simulated kills": try_simulated_kills,
     "real kills": try_real_kills,
     "properties": try_properties,
