@@ -29,6 +29,10 @@ class RendererError(UserError):
     """A chat template that cannot be used as asked."""
 
 
+class TemplateLimitError(UserError):
+    """A chat template that takes more time or memory than any dialogue needs."""
+
+
 class CreditError(UserError):
     """A credit scheme was given groups it cannot credit, or returned credit that does not fit them."""
 

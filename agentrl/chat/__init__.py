@@ -2,10 +2,18 @@
 
 from agentrl.chat.auto import AutoConfig
 from agentrl.chat.chatml import ChatMLConfig, ChatMLRenderer
-from agentrl.chat.dialogue import Dialogue, TurnTokens
 from agentrl.chat.forms import FORMS, CallForm, ResponseTemplateForm
 from agentrl.chat.forms.json_calls import format_tool_call, parse_assistant
-from agentrl.chat.renderer import Description, HistoryConfig, Renderer, RendererConfig, describe
+from agentrl.chat.renderer import (
+    Description,
+    Dialogue,
+    HistoryConfig,
+    Renderer,
+    RendererConfig,
+    TurnTokens,
+    describe,
+    stop_ids,
+)
 from agentrl.chat.template import TemplateConfig, TemplateRenderer
 from agentrl.chat.tokenizer import load_tokenizer, local_folder, pretrained_tokenizer, train_tokenizer
 
@@ -30,5 +38,6 @@ __all__ = [
     "local_folder",
     "parse_assistant",
     "pretrained_tokenizer",
+    "stop_ids",
     "train_tokenizer",
 ]

@@ -3,17 +3,18 @@
 import datetime as dt
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
-from jinja2 import TemplateError
-
-from agentrl.chat.encoder import MARK, Encoder
+from agentrl.chat.encoder import MARK, Encoder, map_strings
 from agentrl.chat.forms import CallForm
 from agentrl.chat.forms.json_calls import format_reasoning
 from agentrl.chat.forms.tagged import END_THINK, THINK
+from agentrl.chat.limits import render_limited
 from agentrl.chat.renderer import Tools
-from agentrl.errors import RendererError
+from agentrl.errors import RendererError, TemplateLimitError
 from agentrl.types import Message
 
 PROBE = "agentrl-probe"
@@ -80,9 +81,11 @@ def placed(messages: Sequence[Message], shape: Shape, *, has_begun: bool = False
 class ChatTemplate:
     """Renders messages as text, whatever shape the template wants them in.
 
-    What an environment, a user or the model said is marked (`Encoder.literal`), so that words which spell a control token
-    are no control token. A malformed call, or one whose arguments are no object, is rendered as text within the message:
-    templates may look into the arguments of a call. So are thoughts where the template knows none.
+    A control token is one that the template itself spells, which is signed for it (`Encoder.signed`), or makes of pieces
+    and a role (`'<|' + message.role + '|>'`), which is found out with harmless messages. Whatever else spells one is text,
+    wherever it comes from: words, names, keys, or a key within brackets of the template. A malformed call, or one whose
+    arguments are no object, is rendered as text within the message: templates may look into the arguments of a call. So are
+    thoughts if the template knows none.
     """
 
     def __init__(
@@ -97,11 +100,14 @@ class ChatTemplate:
     ) -> None:
         self._tokenizer = tokenizer
         self._encoder = encoder
-        self._template = template
+        self._template = encoder.signed(template)
         self.name = name
         clock = dt.datetime.combine(date, dt.time())
-        self._variables = {**variables, "strftime_now": clock.strftime}  # in place of the clock that transformers gives
+        self._variables = map_strings({**tokenizer.special_tokens_map, **variables}, encoder.signed)
+        self._variables["strftime_now"] = clock.strftime  # in place of the clock that transformers gives
+        self._assembled: frozenset[str] = frozenset(encoder.control_tokens)  # the messages of the probes spell none
         self.shape = self._find_shape()
+        self._assembled = frozenset(self._find_assembled())
 
     def render(
         self,
@@ -124,22 +130,44 @@ class ChatTemplate:
         Raises:
             RendererError: when the template cannot render it.
         """
-        shape = shape or self.shape
+        text = self._signed_text(messages, tools, prompt=prompt, form=form, shape=shape or self.shape)
+        return self._encoder.trusted(text, assembled=self._assembled)
+
+    def _signed_text(
+        self, messages: Sequence[Message], tools: Tools, *, prompt: bool, form: CallForm | None, shape: Shape
+    ) -> str:
+        whose = f"chat.renderer: the chat template of {self.name!r}"
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(self._shaped(messages, shape, form)),
-                tools=[self._marked(tool) for tool in tools] or None,
-                chat_template=self._template,
-                tokenize=False,
+            return render_limited(
+                self._template,
+                messages=list(self._shaped(messages, shape, form)),
+                tools=self._marked(tools) or None,
                 add_generation_prompt=prompt,
                 **self._variables,
             )
-        except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
-            raise RendererError(
-                f"chat.renderer: the chat template of {self.name!r} cannot render a dialogue with the roles "
-                f"{', '.join(m['role'] for m in messages)}: {error}"
-            ) from error
-        return self._encoder.marks(text)
+        except (TemplateLimitError, MemoryError) as error:
+            raise TemplateLimitError(
+                f"{whose} {error or 'needs more memory than there is'}. Set chat.template to a file with another"
+            ) from None
+        except Exception as error:  # a stranger's program may raise anything
+            roles = ", ".join(m["role"] for m in messages)
+            words = " ".join(str(error).split())[:1000]
+            raise RendererError(f"{whose} cannot render a dialogue with the roles {roles}: {words}") from error
+
+    def _find_assembled(self) -> Iterator[str]:
+        """Yield the control tokens that the template makes of pieces."""
+        heard = answers(1)
+        dialogues: list[list[Message]] = [
+            [{**USER, "role": "system"}, USER],
+            [{**USER, "role": "developer"}, USER],
+            [USER, says("Yes.") | {"reasoning_content": "Hm."}, USER],
+            [USER, says("", *_calls(1)) | {"reasoning_content": "Hm."}, *heard],
+            [USER, says("", *_calls(1)), *heard, says("Yes."), USER],
+        ]
+        for messages, tools, prompt in product(dialogues, ((), TOOLS), (False, True)):
+            with suppress(RendererError):
+                text = self._signed_text(messages, tools, prompt=prompt, form=None, shape=self.shape)
+                yield from self._encoder.unsigned(text)
 
     def _find_shape(self) -> Shape:
         """Find out what the template expects, by rendering one thing after the other."""
@@ -195,41 +223,30 @@ class ChatTemplate:
 
     def _shaped(self, messages: Sequence[Message], shape: Shape, form: CallForm | None) -> Iterator[Message]:
         for message in placed(messages, shape):
-            shaped, text = message.copy(), self._encoder.literal(message["content"])
+            shaped = self._marked(message) | {"role": message["role"]}
+            text = shaped["content"]
             if shaped["role"] == "assistant":
                 text = self._say(shaped, text, shape, form)
             shaped["content"] = [{"type": "text", "text": text}] if shape.parts else text
             yield shaped
 
+    def _marked(self, data: Any) -> Any:
+        return map_strings(data, self._encoder.literal, key=self._encoder.literal_key)
+
     def _say(self, shaped: Message, text: str, shape: Shape, form: CallForm | None) -> str:
         """Give an assistant's message its thought and its calls; return what of both is text, with its own."""
-        thought = self._encoder.literal(shaped.pop("reasoning_content", None) or "")
+        thought = shaped.pop("reasoning_content", None) or ""
         calls = shaped.pop("tool_calls", None) or []
         regular = [call for call in calls if _is_regular(call)]
         odd = [_written(call) for call in calls if not _is_regular(call)]
         if regular:
-            shaped["tool_calls"] = [self._call(call, shape) for call in regular]
-        pieces = [form.write_malformed(self._encoder.literal(words)) for words in odd] if form else odd
+            shaped["tool_calls"] = [_with_text(call) for call in regular] if shape.text_arguments else regular
+        pieces = [self._encoder.signed(form.write_malformed(words)) for words in odd] if form else odd
         if thought and shape.thought_key:
             shaped[shape.thought_key] = thought
         elif thought:
-            pieces, text = [text, *pieces], format_reasoning(thought).strip()
+            pieces, text = [text, *pieces], self._encoder.signed(format_reasoning(thought).strip())
         return "\n".join(filter(None, [text, *pieces]))
-
-    def _call(self, call: Any, shape: Shape) -> Any:
-        if not isinstance(call.get("function"), dict):  # a form of the environment's own, for its own template
-            return call
-        arguments = self._marked(call["function"].get("arguments", {}))
-        if shape.text_arguments:
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
-    def _marked(self, data: Any) -> Any:
-        if isinstance(data, str):
-            return self._encoder.literal(data)
-        if isinstance(data, list):
-            return [self._marked(item) for item in data]
-        return {key: self._marked(value) for key, value in data.items()} if isinstance(data, dict) else data
 
 
 def _is_regular(call: Any) -> bool:
@@ -237,6 +254,14 @@ def _is_regular(call: Any) -> bool:
     if not isinstance(function, dict):  # a form of the environment's own, for its own template
         return isinstance(call, dict)
     return bool(function.get("name")) and isinstance(function.get("arguments", {}), dict)
+
+
+def _with_text(call: Any) -> Any:
+    """Return a call whose arguments are JSON text."""
+    if not isinstance(call.get("function"), dict):  # a form of the environment's own, for its own template
+        return call
+    arguments = json.dumps(call["function"].get("arguments", {}), ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _written(call: Any) -> str:

@@ -13,12 +13,14 @@ from tokenizers import Tokenizer
 
 from agentrl.chat.encoder import Encoder
 from agentrl.chat.forms.json_calls import CLOSE, OPEN, format_reasoning, format_tool_call, parse_assistant
-from agentrl.chat.renderer import Description, DialogueConfig, Thinking, Tools, prepared
+from agentrl.chat.forms.tagged import END_THINK, THINK
+from agentrl.chat.renderer import Description, DialogueConfig, Thinking, Tools, prepared, stop_ids
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
 START, END = "<|im_start|>", "<|im_end|>"
 _TAG = re.compile(f"({OPEN}|{CLOSE})")
+_SPELLED = "".join((START, END, OPEN, CLOSE, THINK, END_THINK))
 
 
 class ChatMLConfig(DialogueConfig):
@@ -57,15 +59,16 @@ class ChatMLRenderer:
                 "chat.template to a file with a chat template for this tokenizer, or chat.renderer to a renderer of your "
                 "own ('module:Class')"
             )
-        self._control, self._encode = fast, Encoder(tokenizer, control=False)
+        self._control, self._encode = fast, Encoder(tokenizer, control=False, spelled=_SPELLED)
         self._start_id, self._end_id = int(ids[0]), int(ids[1])
+        self._stop_ids = stop_ids(tokenizer, template=(self._end_id,))
         self._newline = self._encode("\n")
         self._prompt = (self._start_id, *self._encode("assistant\n"))
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The one token that ends a turn."""
-        return (self._end_id,)
+        """The token that ends a turn, and those of `stop_ids`."""
+        return self._stop_ids
 
     @property
     def max_token_chars(self) -> int | None:
@@ -117,16 +120,26 @@ class ChatMLRenderer:
         tools: Tools = (),  # noqa: ARG002 - arguments are JSON
     ) -> Message:
         """Return the assistant message of sampled tokens."""
-        ids = action_ids[:-1] if action_ids and action_ids[-1] == self._end_id else action_ids
+        ids = action_ids[:-1] if action_ids and action_ids[-1] in self._stop_ids else action_ids
         return parse_assistant(self._control.decode(list(ids), skip_special_tokens=False))
 
     def encode(self, message: Message) -> tuple[int, ...]:
         """Return an assistant message as an action."""
         ids: list[int] = []
-        for part in _TAG.split(_assistant_text(message)):
+        for part in _TAG.split(self._assistant_text(message)):
             tag_id = self._control.token_to_id(part) if _TAG.fullmatch(part) else None
-            ids.extend(self._text(part) if tag_id is None else (tag_id,))
+            ids.extend(self._encode(part) if tag_id is None else (tag_id,))
         return (*ids, self._end_id)
+
+    def _assistant_text(self, message: Message) -> str:
+        """Return the text of a turn, marked but for the tags of the form."""
+        literal = self._encode.literal
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        written = [format_tool_call(function["name"], function["arguments"]) for function in calls]
+        bodies = [call.removeprefix(OPEN).removesuffix(CLOSE) for call in written]
+        thought = literal(message.get("reasoning_content") or "")
+        texts = [format_reasoning(thought) if thought else "", literal(message.get("content") or "")]
+        return "\n".join(filter(None, [*texts, *(f"{OPEN}{literal(body)}{CLOSE}" for body in bodies)]))
 
     def _text(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text: merges of a tokenizer that has read control tokens would end in one."""
@@ -155,11 +168,3 @@ def _type(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return "|".join(json.dumps(value) for value in schema["enum"])
     return str(schema.get("type", "any"))
-
-
-def _assistant_text(message: Message) -> str:
-    calls = [call["function"] for call in message.get("tool_calls", [])]
-    reasoning = message.get("reasoning_content")
-    thought = format_reasoning(reasoning) if reasoning else ""
-    texts = [thought, message.get("content") or "", *(format_tool_call(f["name"], f["arguments"]) for f in calls)]
-    return "\n".join(text for text in texts if text)

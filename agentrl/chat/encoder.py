@@ -3,11 +3,11 @@
 import json
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import groupby, product
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from agentrl.data.plain import well_formed
 
@@ -15,6 +15,8 @@ MARK = "\ufdd0"
 """Within what spells a control token and is text: a code point that no text has."""
 _ESCAPED = "\\ufdd0"
 """The mark as templates write it that escape what is not printed."""
+SIGN = "\ufdd1"
+"""Before a control token that a template spells itself: another code point that no text has."""
 _COMPOSED = 4
 """Characters that Unicode's canonical composition (NFC) makes one of, at most."""
 
@@ -43,11 +45,17 @@ class Encoder:
         """Added tokens that steer a dialogue, with their ids."""
         longest_first = sorted(tokens, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, [*longest_first, _ESCAPED])))
+        signs = [token for token in longest_first if not token.isalnum()]  # a word may be code of a template
+        self._in_brackets = re.compile(
+            "|".join(pattern for token in tokens for pattern in _in_brackets(token)) or r"\Z."
+        )
+        self._to_sign = re.compile("|".join(map(re.escape, signs)) or r"\Z.")
+        self._signed_or_not = re.compile(f"({SIGN}?)({self._spelled.pattern})|{SIGN}")
         self._own: Tokenizer | None = None
         self.max_chars: int | None = None
         """Longest text that one token stands for, in characters. None: not known, because some text may leave no token."""
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-            own = _copy(backend)
+            own = _copy(backend, tokens)
             own.encode_special_tokens = not control
             if not control or _ids(own, _PROBE) == tuple(tokenizer.encode(_PROBE, add_special_tokens=False)):
                 self._own, self.max_chars = own, _max_chars(own)
@@ -57,8 +65,43 @@ class Encoder:
 
     def literal(self, text: str) -> str:
         """Mark what spells a control token, so that encoded it stays text: nobody's words end a turn or begin one."""
-        text = text.replace(MARK, "\ufffd")
-        return self._spelled.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
+        return self._spelled.sub(_mark, _sanitized(text))
+
+    def literal_key(self, text: str) -> str:
+        """Mark what spells a control token in a key, unless it is a word: templates ask for some keys."""
+        return self._to_sign.sub(_mark, _sanitized(text))
+
+    def literal_within(self, text: str) -> str:
+        """Mark also what would spell a control token between brackets that a program writes around it."""
+        return self._in_brackets.sub(_mark, self.literal(text))
+
+    def signed(self, text: str) -> str:
+        """Sign the control tokens in a trusted text, which is a chat template or what a form of calls adds."""
+        return self._to_sign.sub(lambda found: SIGN + found[0], text)
+
+    def unsigned(self, rendered: str) -> set[str]:
+        """Return the control tokens that a rendered text spells without a sign."""
+        return {found[2] for found in self._signed_or_not.finditer(rendered) if found[2] and not found[1]}
+
+    def trusted(self, rendered: str, *, assembled: Collection[str] = ()) -> str:
+        """Return a rendered text in which trusted control tokens alone are such; all others are marked as text.
+
+        Args:
+            rendered: by a signed template, with marked texts.
+            assembled: control tokens that the template makes of pieces, which bear no sign.
+        """
+
+        def told_apart(found: re.Match[str]) -> str:
+            sign, token = found[1], found[2]
+            if not token:
+                return ""
+            return token if sign or token in assembled else token[0] + MARK + token[1:]
+
+        return self._signed_or_not.sub(told_apart, self.marks(rendered))
+
+    def marks(self, rendered: str) -> str:
+        """Return a text with the marks as marks, that a template has written as an escape sequence."""
+        return rendered.replace(_ESCAPED, MARK)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of sampled tokens; if other tokens spell a control token in letters, it is marked.
@@ -73,10 +116,6 @@ class Encoder:
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def marks(self, rendered: str) -> str:
-        """Return a text with the marks as marks, that a template has written as an escape sequence."""
-        return rendered.replace(_ESCAPED, MARK)
 
     def __call__(self, text: str, *, after: str = "") -> tuple[int, ...]:
         """Return the tokens of a text; what `literal` marked in it is none of the control tokens.
@@ -113,11 +152,35 @@ class Encoder:
 
 def unmarked(data: Any) -> Any:
     """Return data without the marks in its texts."""
+    return map_strings(data, lambda text: text.replace(MARK, ""))
+
+
+def map_strings(data: Any, change: Callable[[str], str], *, key: Callable[[str], str] | None = None) -> Any:
+    """Return data with each string changed, and each key, maybe by a function of its own."""
     if isinstance(data, str):
-        return data.replace(MARK, "")
-    if isinstance(data, list):
-        return [unmarked(item) for item in data]
-    return {unmarked(key): unmarked(value) for key, value in data.items()} if isinstance(data, dict) else data
+        return change(data)
+    if isinstance(data, list | tuple):
+        return [map_strings(item, change, key=key) for item in data]
+    if not isinstance(data, dict):
+        return data
+    return {map_strings(k, key or change): map_strings(v, change, key=key) for k, v in data.items()}
+
+
+def _mark(found: re.Match[str]) -> str:
+    return found[0][0] + MARK + found[0][1:]
+
+
+def _sanitized(text: str) -> str:
+    return text.replace(MARK, "\ufffd").replace(SIGN, "\ufffd")
+
+
+def _in_brackets(token: str) -> Iterator[str]:
+    """Yield patterns of texts that lack some of the brackets of a control token, at either end or at both."""
+    left, right = (len(text) - len(text.lstrip("<|>/[]｜")) for text in (token, token[::-1]))
+    for start, end in product(range(left + 1), range(right + 1)):
+        inner = re.escape(token[start : len(token) - end])
+        if inner and (start or end):
+            yield (r"\A" if start else "") + inner + (r"\Z" if end else "")
 
 
 _PROBE = "<|im_start|>user\nWhat's 12 + 3?\n\n  <s>é\u0301 世界 \U0001f600</s>\t<|endoftext|>"
@@ -128,12 +191,25 @@ def _steers(token: Any, text: str, spelled: str) -> bool:
     return len(text.strip()) > 1 and (token.special or text in spelled)
 
 
-def _copy(tokenizer: Tokenizer) -> Tokenizer:
+_COMPOSING = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Sequence"}
+"""Normalizers that may make a control token of other characters, and depend on no place in a text."""
+
+
+def _copy(tokenizer: Tokenizer, control: Collection[str]) -> Tokenizer:
     """Return a tokenizer that encodes alike, without truncation, padding and what is put around a text.
 
     Both have one vocabulary, where that gives the added tokens the same ids: writing and reading a large one takes seconds.
+    Control tokens are what spells them before a normalizer composes a text: a Kelvin sign is no K of theirs.
     """
-    made, added = Tokenizer(tokenizer.model), tokenizer.get_added_tokens_decoder()
+    added = tokenizer.get_added_tokens_decoder()
+    kinds = (
+        set(re.findall(r'"type":\s*"(\w+)"', str(tokenizer.normalizer.__getstate__())))
+        if tokenizer.normalizer
+        else set()
+    )
+    if kinds and kinds <= _COMPOSING:
+        added = {i: _uncomposed(token) if token.content in control else token for i, token in added.items()}
+    made = Tokenizer(tokenizer.model)
     if tokenizer.normalizer is not None:
         made.normalizer = tokenizer.normalizer
     if tokenizer.pre_tokenizer is not None:
@@ -143,10 +219,18 @@ def _copy(tokenizer: Tokenizer) -> Tokenizer:
         i: repr(token) for i, token in added.items()
     }:
         return made
-    made = Tokenizer.from_str(tokenizer.to_str())
+    whole = json.loads(tokenizer.to_str())
+    for entry in whole["added_tokens"]:
+        entry["normalized"] = added[entry["id"]].normalized
+    made = Tokenizer.from_str(json.dumps(whole))
     made.no_truncation()
     made.no_padding()
     return made
+
+
+def _uncomposed(token: AddedToken) -> AddedToken:
+    sides = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+    return AddedToken(token.content, **sides, normalized=False, special=token.special)
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -14,7 +14,16 @@ from agentrl.chat.forms import FORMS, ResponseTemplateForm
 from agentrl.chat.forms.form import check_written
 from agentrl.chat.proof.facts import describe_template, find_facts
 from agentrl.chat.proof.template import prove
-from agentrl.chat.renderer import Description, DialogueConfig, Renderer, Thinking, Tools, own_template, prepared
+from agentrl.chat.renderer import (
+    Description,
+    DialogueConfig,
+    Renderer,
+    Thinking,
+    Tools,
+    own_template,
+    prepared,
+    stop_ids,
+)
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -83,8 +92,7 @@ class TemplateRenderer:
         forms = (ResponseTemplateForm(own, ends=self.turns.stops), *FORMS) if own else FORMS
         self.facts = find_facts(self.template, self.turns, forms, name=name)
         ends = [end for end in (self.turns.said, self.turns.called) if end is not None]
-        stops = [*(end.stop_id for end in ends), tokenizer.eos_token_id]
-        self._stop_ids = tuple(dict.fromkeys(i for i in stops if i is not None))
+        self._stop_ids = stop_ids(tokenizer, template=(end.stop_id for end in ends))
         self._closing = {end.stop_id: end.closing_id for end in ends}
         self._open_prompts = [self._encode(prompt) for prompt in self.facts.thinking_prompts]
         self._thinking = config.thinking or self.facts.thinking
@@ -92,7 +100,7 @@ class TemplateRenderer:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens with which the template closes an assistant's turn, and the tokenizer's end of sequence."""
+        """The tokens with which the template closes an assistant's turn, and those of `stop_ids`."""
         return self._stop_ids
 
     @property

@@ -1,5 +1,6 @@
 """A tokenizer made on the spot from the texts that a local model will see."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agentrl.chat.chatml import END, START
 from agentrl.chat.forms.json_calls import CLOSE, OPEN
+from agentrl.chat.renderer import GENERATION_ENDS
 from agentrl.data.files import damage
 from agentrl.errors import ConfigError
 
@@ -45,7 +47,7 @@ def pretrained_tokenizer(name_or_path: str, *, field: str = "model.name_or_path"
         raise ConfigError(f"{field}: there is no folder {name_or_path!r}; a model of the hub is named OWNER/MODEL")
     try:
         # Said outright: by default transformers asks at the terminal whether to run a model's own code.
-        return AutoTokenizer.from_pretrained(where or name_or_path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(where or name_or_path, trust_remote_code=False)
     except (
         OSError,
         ValueError,
@@ -54,6 +56,28 @@ def pretrained_tokenizer(name_or_path: str, *, field: str = "model.name_or_path"
     ) as error:  # ImportError: a package that its kind needs
         words = " ".join(str(error).split())
         raise ConfigError(f"{field}: cannot load the tokenizer of {name_or_path!r}: {words}") from error
+    setattr(tokenizer, GENERATION_ENDS, _generation_ends(str(where or name_or_path)))
+    return tokenizer
+
+
+def _generation_ends(source: str) -> tuple[int, ...]:
+    """Return the ids at which the generation config of a model ends sampling; without one, those of its config."""
+    from transformers.utils.hub import cached_file
+
+    for name in ("generation_config.json", "config.json"):
+        try:
+            file = cached_file(source, name)
+            config = json.loads(Path(file).read_bytes()) if file else None
+        except (
+            OSError,
+            ValueError,
+            RecursionError,
+        ):  # a folder with a tokenizer alone; loading a model says what is wrong
+            continue
+        if isinstance(config, dict):
+            named = config.get("eos_token_id")
+            return tuple(i for i in (named if isinstance(named, list) else [named]) if type(i) is int and i >= 0)
+    return ()
 
 
 def local_folder(name_or_path: str) -> Path | None:

@@ -14,9 +14,8 @@ from agentrl.policy.lora import merged_weights, save_adapter
 
 
 def stop_at(model: Any, token_ids: Iterable[int]) -> None:
-    """Let a model's generation end at further tokens, in place: a base model knows none of those that end a turn."""
-    own = model.generation_config.eos_token_id
-    ids = list(dict.fromkeys([*token_ids, *(own if isinstance(own, list) else [] if own is None else [own])]))
+    """Let a model's generation end at the tokens at which training ends sampling, in place."""
+    ids = list(token_ids)
     model.generation_config.eos_token_id = ids[0] if len(ids) == 1 else ids
 
 

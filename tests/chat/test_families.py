@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from agentrl.chat.chat_template import ChatTemplate
-from agentrl.chat.dialogue import Dialogue
 from agentrl.chat.encoder import Encoder
 from agentrl.chat.proof.families import FamilyRenderer, find_family, missing_package
 from agentrl.chat.proof.template import is_same
+from agentrl.chat.renderer import Dialogue
 from agentrl.chat.template import TemplateConfig, TemplateRenderer
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer

@@ -130,11 +130,12 @@ def test_a_generation_config_that_no_one_can_write_keeps_its_special_tokens(tmp_
     assert found.eos_token_id == 3
 
 
-@each(("own", "ends"), [(None, [7, 3]), (3, [7, 3]), ([9, 7], [7, 3, 9])])
-def test_generation_ends_where_turns_end_too(own: Any, ends: list[int]) -> None:
+@each("own", [None, 3, [9, 7]])
+@each(("stops", "ends"), [((7, 3), [7, 3]), ((7,), 7)])
+def test_generation_ends_where_sampling_did_in_training(own: Any, stops: tuple[int, ...], ends: Any) -> None:
     model = tiny()
     model.generation_config.eos_token_id = own
-    stop_at(model, (7, 3))
+    stop_at(model, stops)
     assert model.generation_config.eos_token_id == ends
 
 

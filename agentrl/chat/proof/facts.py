@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentrl.chat.chat_template import PROBE, TOOLS, USER, ChatTemplate, TurnEnd, Turns, answers, call, says
 from agentrl.chat.forms import CallForm
+from agentrl.chat.limits import parse_template
 from agentrl.chat.renderer import Description, Thinking
 from agentrl.errors import RendererError
 from agentrl.types import Message
@@ -192,8 +191,6 @@ def functions(message: Message) -> list[Any]:
 
 _GIVEN = {"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception", "documents", "tojson"}
 """Variables that transformers passes to every template."""
-_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""Tags of transformers' own."""
 
 
 def describe_template(
@@ -305,9 +302,8 @@ def _variables(text: str, tokenizer: Any, variables: Mapping[str, object]) -> st
 
 def _read(text: str) -> set[str]:
     """Return the variables that a template reads: those that it does not set, or sets where nobody else has."""
-    environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols])
     try:
-        tree = environment.parse(_GENERATION.sub("", text))
+        tree = parse_template(text)
     except TemplateError:  # a tag of somebody's own
         return set()
     own = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}

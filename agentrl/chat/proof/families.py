@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 from agentrl.chat.chat_template import ChatTemplate, Shape, answers, call, placed, says
-from agentrl.chat.encoder import MARK, Encoder, unmarked
+from agentrl.chat.encoder import MARK, Encoder, map_strings, unmarked
 from agentrl.chat.forms import FORMS, CallForm
 from agentrl.chat.forms.form import Function, assistant, check_written, function, malformed
 from agentrl.chat.forms.tagged import END_THINK, THINK
-from agentrl.chat.renderer import Description, Thinking, Tools, prepared
+from agentrl.chat.renderer import Description, Thinking, Tools, prepared, stop_ids
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -44,7 +44,7 @@ class Tokens:
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         """Return the tokens of a text; what `Encoder.literal` marked in it is none of the control tokens."""
-        return list(self._encode(text))
+        return list(self._encode(self._encode.marks(text)))
 
     def decode(self, token_ids: Sequence[int], *_: Any, **__: Any) -> str:
         """Return the text of tokens, control tokens spelled out; a model can have more tokens than its tokenizer."""
@@ -54,6 +54,10 @@ class Tokens:
     def sampled(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled tokens, with marks in what spells a control token in letters."""
         return self._encode.decode([i for i in token_ids if 0 <= i < self._size])
+
+    def stop_ids(self, closing_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return every token at which sampling ends, those with which a turn is closed among them."""
+        return stop_ids(self._tokenizer, template=closing_ids)
 
     def convert_tokens_to_ids(self, token: str) -> Any:
         """Return the id of a token; None, or that of the unknown token, if there is none."""
@@ -95,7 +99,9 @@ class FamilyRenderer:
         self._system = system
         self._form = form
         self._shape = shape
-        self._stop_ids = tuple(dict.fromkeys(family.get_stop_token_ids()))
+        self._closing_ids = tuple(dict.fromkeys(family.get_stop_token_ids()))
+        """Tokens with which the family closes a turn."""
+        self._stop_ids = tokens.stop_ids(self._closing_ids)
         self.has_developer = True
         """There are messages of a developer; if there are none, they are system messages."""
         told = [{"role": "developer", "content": "Be brief."}, _USER]
@@ -118,7 +124,7 @@ class FamilyRenderer:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an assistant turn of the family."""
+        """The tokens with which the family closes a turn, and those of `stop_ids`."""
         return self._stop_ids
 
     @property
@@ -156,7 +162,7 @@ class FamilyRenderer:
     ) -> tuple[int, ...] | None:
         """Return the tokens to append, or None if the family cannot."""
         stand_in = self._stand_in(messages)
-        is_closed = bool(action_ids) and action_ids[-1] in self._stop_ids
+        is_closed = bool(action_ids) and action_ids[-1] in self._closing_ids
         closed = [*stand_in[:-1], action_ids[-1] if is_closed else stand_in[-1]]
         replies = [self._shaped(message) for message in placed(messages, self._shape, has_begun=True)]
         bridged = self._family.bridge_to_next_turn(self._prompt, closed, replies)
@@ -169,6 +175,7 @@ class FamilyRenderer:
         """Return the assistant message of sampled tokens."""
         ids, prompt = list(action_ids), list(context_ids) or self._prompt
         body = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
+        ids = ids if ids[len(body) :] and ids[-1] in self._closing_ids else body  # the package knows no other
         if self._form is not None:
             text = self._tokens.sampled(body)
             message = self._form.parse(text, tools, is_thinking=self._opens_thought(prompt))
@@ -188,7 +195,7 @@ class FamilyRenderer:
 
     def _opens_thought(self, prompt: Sequence[int]) -> bool:
         """Return whether the last turn of a context has begun a thought."""
-        begins = next((n + 1 for n in range(len(prompt) - 1, -1, -1) if prompt[n] in self._stop_ids), 0)
+        begins = next((n + 1 for n in range(len(prompt) - 1, -1, -1) if prompt[n] in self._closing_ids), 0)
         text = self._tokens.decode(prompt[begins:])
         return text.rfind(THINK) > text.rfind(END_THINK)
 
@@ -240,7 +247,7 @@ class FamilyRenderer:
         marked = zip(rendered.message_indices, rendered.sampled_mask, strict=False)
         sampled = [place for place, (index, is_sampled) in enumerate(marked) if is_sampled and index == 1]
         ids = ids[: sampled[-1] + 1] if sampled else ids
-        return ids[:-1] if ids[-1] in self._stop_ids else ids
+        return ids[:-1] if ids[-1] in self._closing_ids else ids
 
     def _stop_after(self, message: Message) -> int:
         """Return the token that ends a turn, by what follows: the results of its calls, or a user."""
@@ -250,7 +257,7 @@ class FamilyRenderer:
             raise RendererError(
                 f"chat.renderer: {self.name} of the package renderers moves what is said beside a call behind its result"
             )
-        return next((i for i in whole[len(written) :] if i in self._stop_ids), self._stop_ids[0])
+        return next((i for i in whole[len(written) :] if i in self._closing_ids), self._closing_ids[0])
 
     def _stand_in(self, replies: Sequence[Message]) -> tuple[int, ...]:
         heard = [reply for reply in replies if reply["role"] == "tool"]
@@ -301,7 +308,9 @@ class FamilyRenderer:
     def _rendered(self, messages: Sequence[Message], tools: Tools = (), *, prompt: bool = False) -> Any:
         said = [self._shaped(message) for message in placed(messages, self._shape)]
         try:
-            return self._family.render(said, tools=self._marked(list(tools)) or None, add_generation_prompt=prompt)
+            return self._family.render(
+                said, tools=map_strings(tools, self._encode.literal_within) or None, add_generation_prompt=prompt
+            )
         except (
             ValueError,
             TypeError,
@@ -321,24 +330,17 @@ class FamilyRenderer:
         role = message["role"]
         if role == "developer" and not self.has_developer:
             role = "system"
-        shaped = {**message, "role": role, "content": self._encode.literal(message.get("content") or "")}
+        shaped: Message = map_strings(message, self._encode.literal_within)
+        shaped |= {"role": role, "content": self._encode.literal(message.get("content") or "")}
         if thought := message.get("reasoning_content"):
             shaped["reasoning_content"] = self._encode.literal(thought)
         calls = shaped.pop("tool_calls", None) or []
         regular = [call for call in calls if _is_regular(call)]
         odd = [str(call["function"].get("arguments")) for call in calls if not _is_regular(call)]
-        if odd:
-            shaped["content"] = "\n".join(filter(None, [shaped["content"], *map(self._encode.literal, odd)]))
+        shaped["content"] = "\n".join(filter(None, [shaped["content"], *odd]))
         if regular:
-            shaped["tool_calls"] = [self._marked(call) for call in regular]
+            shaped["tool_calls"] = regular
         return shaped
-
-    def _marked(self, data: Any) -> Any:
-        if isinstance(data, str):
-            return self._encode.literal(data)
-        if isinstance(data, list):
-            return [self._marked(item) for item in data]
-        return {key: self._marked(value) for key, value in data.items()} if isinstance(data, dict) else data
 
 
 def _replies(message: Message) -> list[Message]:

@@ -6,9 +6,8 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel
 
 from agentrl.chat.chat_template import TOOLS, USER
-from agentrl.chat.dialogue import Dialogue
 from agentrl.chat.proof.template import Finding, UnprovenError, prove
-from agentrl.chat.renderer import Renderer, RendererCandidate, RendererConfig, describe
+from agentrl.chat.renderer import Dialogue, Renderer, RendererCandidate, RendererConfig, describe
 from agentrl.errors import RendererError
 from agentrl.types import Message
 

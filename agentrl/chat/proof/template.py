@@ -8,9 +8,8 @@ from itertools import takewhile
 from typing import Any
 
 from agentrl.chat.chat_template import TOOLS
-from agentrl.chat.dialogue import Dialogue
-from agentrl.chat.renderer import Renderer, Tools
-from agentrl.errors import RendererError
+from agentrl.chat.renderer import Dialogue, Renderer, Tools
+from agentrl.errors import RendererError, TemplateLimitError
 from agentrl.types import Message
 
 
@@ -372,6 +371,8 @@ def _found(check: Callable[["Episode"], Iterator[str]], episode: "Episode") -> l
         return [Finding(claim, tuple(dict.fromkeys(check(episode))))]
     except RendererError as error:
         return [Finding(claim, lacks=str(error))]
+    except TemplateLimitError:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever a stranger's renderer raises belongs in the list
         return [Finding(claim, (f"{type(error).__name__} where {claim[0].lower()}{claim[1:]}: {error}",))]
 
