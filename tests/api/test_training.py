@@ -1,4 +1,5 @@
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,12 @@ import agentrl
 from agentrl import Credit, CreditScheme, ToolEnv, TrainedRun, TrajectoryGroup, tool
 from agentrl.api.training import run as run_process
 from agentrl.api.training import with_run_dir
+from agentrl.chat import train_tokenizer
 from agentrl.errors import ConfigError, UserError
 from agentrl.learn.config import LossConfig
+from agentrl.policy.config import LocalModelConfig
+from agentrl.policy.export import export_model
+from agentrl.policy.model import make_local_model
 from agentrl.recipe import registry
 from agentrl.recipe.config import load_recipe
 from agentrl.report.folder import RunFolder
@@ -316,3 +321,17 @@ def test_a_script_that_trains_while_it_is_imported_is_refused(tmp_path: Path, mo
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="trains_at_once trains while it is imported"):
         agentrl.train(TINY, env="trains_at_once:MyEnv", run_dir=tmp_path / "run", quiet=True)
+
+
+def test_no_turn_that_is_trained_on_holds_an_end_of_the_generation_config(tmp_path: Path) -> None:
+    made = train_tokenizer([], vocab_size=261)
+    model = make_local_model(LocalModelConfig(**SIZES), made)
+    export_model(model, made, tmp_path / "model")
+    config = tmp_path / "model" / "generation_config.json"
+    ends = [*range(100, 180), *made.convert_tokens_to_ids(["<|im_end|>"])]  # many, so that a random model samples them
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": ends}))
+    recipe = TINY | {"model": {"name_or_path": str(tmp_path / "model")}, "warmup": {"steps": 0}}
+    run = agentrl.train(recipe, run_dir=tmp_path / "run", quiet=True)
+    turns = [turn for group in run.trajectories() for each in group.trajectories for turn in each.turns]
+    assert any(turn.action_ids[-1] in ends[:-1] for turn in turns)
+    assert not [turn for turn in turns if set(turn.action_ids[:-1]) & set(ends)]
