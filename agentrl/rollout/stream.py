@@ -374,7 +374,7 @@ class TaskStream:
         if self._replaced_in_a_row >= self._config.max_consecutive_failures:
             last = [t.error for t in group.trajectories if t.failed][-1]
             raise EnvironmentFailure(
-                f"{self._replaced_in_a_row} groups in a row had too few episodes to train on; the last that is left out: {last}"
+                f"{self._replaced_in_a_row} groups in a row had too few episodes to train on; the last: {last}"
             )
         return False
 

@@ -294,7 +294,7 @@ def test_one_member_that_always_fails_cannot_make_the_run_last_for_ever(new_pool
     with pytest.raises(EnvironmentFailure) as caught:
         collect(pool, 2)
     assert str(caught.value).startswith(
-        "5 groups in a row had too many failures; the last: environment Talk: reset() raised RuntimeError: "
+        "5 groups in a row had too few episodes to train on; the last: environment Talk: reset() raised RuntimeError: "
         "the lamp of member 1 is out (talk.py:"
     )
 
@@ -340,7 +340,7 @@ def test_a_run_in_which_every_first_prompt_is_too_long_ends(new_pool: NewPool) -
     pool = new_pool(too_long(when=lambda _: True, made=[]), max_context_tokens=65, max_consecutive_failures=2)
     with pytest.raises(
         EnvironmentFailure,
-        match=r"2 groups in a row had too many failures; the last: rollout\.max_context_tokens: 65 leaves no room",
+        match=r"2 groups in a row had too few episodes to train on; the last: rollout\.max_context_tokens: 65 leaves no room",
     ):
         collect(pool, 1)
 

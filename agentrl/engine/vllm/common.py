@@ -105,6 +105,10 @@ def check_one_process(num_processes: int) -> None:
         )
 
 
+CHANGES_LOGPROBS = ("logprobs_mode", "dtype", "quantization", "kv_cache_dtype", "hf_overrides", "model_impl")
+"""Arguments of `EngineArgs` that change what vLLM computes or reports."""
+
+
 def engine_arguments(*, is_cpu: bool) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs` that sampling for training always needs."""
     arguments: dict[str, Any] = {

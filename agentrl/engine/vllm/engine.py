@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 from agentrl.engine.base import Engine, EngineContext
 from agentrl.engine.batched import BatchedConfig, BatchedEngine, Request
 from agentrl.engine.vllm.common import (
+    CHANGES_LOGPROBS,
     FINISH_REASONS,
     HOW_TO_INSTALL,
     MIN_TEMPERATURE,
@@ -54,6 +55,11 @@ class VLLMConfig(BatchedConfig):
     """Free GPU memory while the policy is updated: weights move to the host and back, keys and values are dropped."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `EngineArgs`, such as gpu_memory_utilization."""
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Arguments of vLLM that change what it computes or reports."""
+        return {f"engine.vllm.{name}": value for name, value in self.vllm.items() if name in CHANGES_LOGPROBS}
 
     def build(self, context: EngineContext) -> Engine:
         """Return an engine for the model's architecture.
