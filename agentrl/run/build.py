@@ -159,12 +159,7 @@ def _build(
         signals=signals,
         learner=learner,
         weight_sync=WeightSync(
-            pool,
-            learner,
-            runner=runner,
-            seed=recipe.seed,
-            config=recipe.train,
-            overrides=recipe.engine.overrides,
+            pool, learner, runner=runner, seed=recipe.seed, config=recipe.train, overrides=recipe.engine.overrides
         ),
     )
 

@@ -5,6 +5,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ _USER: Message = {"role": "user", "content": "Tell me a story."}
 _NUM_TOKENS = 32
 
 
-class _Sample(NamedTuple):
+class Sample(NamedTuple):
     """Text that an engine sampled for comparison."""
 
     prompt_ids: list[int]
@@ -92,9 +93,12 @@ class WeightSync:
         # Rows change places: a probability of one token becomes that of another.
         perturbed = ((name, tensor.roll(1, 0) if tensor.ndim > 1 else tensor) for name, tensor in weights())
         self._load(perturbed, version)
-        least = min(self._differences(self._samples()))
+        # After random tokens: in text of its own, a policy that is sure of it may go on under other weights too.
+        vocab_size = self._learner.state.policy.model.config.get_text_config().vocab_size
+        random_ids = np.random.default_rng(self._seed).integers(vocab_size, size=_NUM_TOKENS // 2).tolist()
+        least = min(self._differences(self.samples(random_ids)))
         self.push(version)
-        samples = self._samples()
+        samples = self.samples()
         found = max(self._differences(samples))
         self.bound = self._config.agreement_bound(max(self._learner.rounding_error(*sample[:2]) for sample in samples))
         if not least > self.bound:
@@ -131,7 +135,7 @@ class WeightSync:
         Raises:
             EngineError: if they differ by more than the bound.
         """
-        self.check_agreement(max(self._differences(self._samples())))
+        self.check_agreement(max(self._differences(self.samples())))
 
     def check_agreement(self, found: float) -> None:
         """Check a mean difference of log-probabilities under the same weights, in nats.
@@ -160,16 +164,17 @@ class WeightSync:
 
         self._runner.run(load())
 
-    def _samples(self) -> list[_Sample]:
-        """Sample some text from each rank's engine: what the policy itself says, which it rounds as it does in a run."""
-        renderer, rollout = self._pool.context.renderer, self._pool.context.config
+    def samples(self, prompt: Sequence[int] | None = None) -> list[Sample]:
+        """Sample some text from each rank's engine, after a prompt or (None) after a user's question, as in a run."""
+        rollout = self._pool.context.config
         num = min(_NUM_TOKENS, max(1, rollout.max_context_tokens // 2))
-        prompt = renderer.start([_USER], ())[num - rollout.max_context_tokens :]
+        prompt = self._pool.context.renderer.start([_USER], ()) if prompt is None else prompt
+        prompt = list(prompt[num - rollout.max_context_tokens :])
         sampling = Sampling(max_tokens=num, stop_token_ids=(), temperature=rollout.temperature, seed=self._seed)
         completions = sampled_by_all(self._pool, self._runner, self._sample(prompt, sampling))
-        return [_Sample(prompt, completion.token_ids, completion.logprobs) for completion in completions]
+        return [Sample(prompt, completion.token_ids, completion.logprobs) for completion in completions]
 
-    def _differences(self, samples: Iterable[_Sample]) -> list[float]:
+    def _differences(self, samples: Iterable[Sample]) -> list[float]:
         """Return the mean difference of each sample's log-probabilities to the learner's, in nats."""
         found = []
         for sample in samples:
