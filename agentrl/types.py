@@ -233,12 +233,19 @@ class StopReason(StrEnum):
     MAX_TOKENS = "max_tokens"
     """The sampling budget of a turn or of the episode ran out."""
     CONTEXT_OVERFLOW = "context_overflow"
+    UNSCORED = "unscored"
+    """The environment ended it with the reward None: nothing could score it."""
     ENV_ERROR = "env_error"
     ENGINE_ERROR = "engine_error"
 
     @property
     def failed(self) -> bool:
         """True if the episode says nothing about the policy: it leaves the loss and every baseline."""
+        return self.is_fault or self is StopReason.UNSCORED
+
+    @property
+    def is_fault(self) -> bool:
+        """True if environment or engine broke off: the episode is played again."""
         return self in (StopReason.ENV_ERROR, StopReason.ENGINE_ERROR)
 
 
@@ -492,13 +499,25 @@ class Trajectory:
 
     @property
     def failed(self) -> bool:
-        """True if the episode must leave the loss and every baseline: it broke off, or the policy never had a turn."""
+        """True if the episode must leave the loss and every baseline.
+
+        It broke off, nothing could score it, or the policy never had a turn.
+        """
         return self.stop_reason.failed or not self.turns
 
     @property
     def reward(self) -> float:
         """Undiscounted return: the sum of the turns' rewards."""
         return sum(turn.reward for turn in self.turns)
+
+    def reported(self, name: str) -> float | None:
+        """Return a number that environments report at the end, such as `success`; 0 if the episode was cut off before.
+
+        None: the environment ended it, and reported None because nothing could tell.
+        """
+        is_over = self.stop_reason is StopReason.TERMINATED and not self.truncated and bool(self.turns)
+        is_unknown = is_over and self.turns[-1].extras.get(name, 0.0) is None
+        return None if is_unknown else self.metrics.get(name, 0.0)
 
     @property
     def num_action_tokens(self) -> int:

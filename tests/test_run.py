@@ -262,6 +262,37 @@ def test_bfloat16_trains_with_its_own_bound_of_agreement(tmp_path: Path) -> None
     assert all(1e-6 < row["first/engine_difference"] < 0.05 for row in rows[1:])
 
 
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_rounding_that_changes_the_experts_of_a_mixture_is_no_mismatch(tmp_path: Path) -> None:
+    name = hugging_face_folder(tmp_path / "model", rewrites=False)
+    sizes: dict[str, Any] = {
+        "vocab_size": 261,
+        "hidden_size": 32,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "moe_intermediate_size": 16,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "initializer_range": 0.4,
+    }
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(name)
+    settings = recipe(tmp_path, model={"name_or_path": name}, train={"precision": "bfloat16"})
+    with build(settings) as parts:
+        sync = parts.weight_sync
+        found = sync.verify_and_push(0)
+        assert 0.1 < found < sync.bound < 1
+        for weight in parts.policy.parameters():
+            weight.data = weight.data.roll(1, 0)
+        with pytest.raises(EngineError, match=rf"train\.agreement: {sync.bound:g}"):
+            sync.check_samples()
+    with (
+        build(settings.model_copy(update={"train": settings.train.model_copy(update={"agreement": 0.05})})) as parts,
+        pytest.raises(EngineError, match=r"train\.agreement: 0\.05\."),  # what a recipe says is the bound
+    ):
+        parts.weight_sync.verify_and_push(0)
+
+
 def test_more_processes_than_gpus_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")  # as launchers tell each process
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -104,9 +104,10 @@ def test_segments_hold_every_turn_once_in_order(extends: list[bool]) -> None:
     assert all(later.extends for segment in segments for later in segment[1:])
 
 
-def test_only_failures_of_the_machinery_and_episodes_without_a_turn_leave_the_statistics() -> None:
+def test_only_faults_and_episodes_without_a_score_or_a_turn_leave_the_statistics() -> None:
     failed = {reason for reason in StopReason if reason.failed}
-    assert failed == {StopReason.ENV_ERROR, StopReason.ENGINE_ERROR}
+    assert failed == {StopReason.ENV_ERROR, StopReason.ENGINE_ERROR, StopReason.UNSCORED}
+    assert {reason for reason in StopReason if reason.is_fault} == failed - {StopReason.UNSCORED}
     members = tuple(
         trajectory(turn(1), trajectory_id=f"g/{i}", stop_reason=reason) for i, reason in enumerate(StopReason)
     )

@@ -21,7 +21,7 @@ from agentrl.report.terminal import Console
 from agentrl.rollout.env_driver import Env
 from agentrl.rollout.faults import environment_failures
 from agentrl.rollout.tasks import Tasks
-from agentrl.types import Message, Trajectory
+from agentrl.types import Message, StopReason, Trajectory
 
 Policy: TypeAlias = Callable[[MessageEnv, Sequence[Message], np.random.Generator], str | Message]
 """Environment, dialogue so far and random numbers to the next action."""
@@ -41,14 +41,20 @@ class Played:
     """Whether the environment said so at the end."""
     score: float
     """From 0 to 1; 0 if the environment gave none."""
+    is_scored: bool = True
+    """False if nothing could score it: the last reward, given as 0, is none."""
 
     def __str__(self) -> str:
         """Write the dialogue out, a message a line."""
         lines = [
             f"{m['role']}: {' '.join(filter(None, [str(m.get('content') or ''), *_calls(m)]))}" for m in self.messages
         ]
-        end = f"reward {sum(self.rewards):g}, success {self.success}, score {self.score:g}, {len(self.rewards)} turns"
-        return "\n".join([*map(printable, lines), f"[{end}]"])
+        end = (
+            f"reward {sum(self.rewards):g}, success {self.success}, score {self.score:g}"
+            if self.is_scored
+            else "no score"
+        )
+        return "\n".join([*map(printable, lines), f"[{end}, {len(self.rewards)} turns]"])
 
 
 def _calls(message: Message) -> list[str]:
@@ -73,12 +79,13 @@ def play_episode(
     first, _ = env.reset(seed=seed, options={"rollout_index": 0, "split": split, "task_index": task})
     messages, is_over = list(first), False
     rewards: list[float] = []
+    reward: Any = None
     info: dict[str, Any] = {}
     while not is_over and len(rewards) < max_turns:
         action = policy(base, messages, rng)
         observation, reward, terminated, truncated, info = env.step(action)
         messages += [as_message(action), *observation]
-        rewards.append(float(reward))
+        rewards.append(float(reward or 0.0))
         is_over = bool(terminated or truncated)
     return Played(
         messages=messages,
@@ -86,6 +93,7 @@ def play_episode(
         is_over=is_over,
         success=bool(is_over and info.get("success")),
         score=float(info.get("score") or 0.0) if is_over else 0.0,
+        is_scored=not is_over or reward is not None,
     )
 
 
@@ -146,14 +154,16 @@ def _played_here(
     with without_running_loop():
         found, _ = evaluated(recipe, run_dir, console=Console(soft_wrap=True), keep=False, first=seed)
     trajectory: Trajectory = next(iter(found.values())).groups[0].trajectories[0]
-    if trajectory.error is not None:
+    is_scored = trajectory.stop_reason is not StopReason.UNSCORED
+    if is_scored and trajectory.error is not None:
         raise EnvironmentFailure(trajectory.error)
     return Played(
         messages=[message for turn in trajectory.turns for message in (*turn.observation, turn.message)],
         rewards=[turn.reward for turn in trajectory.turns],
         is_over=not trajectory.truncated,
-        success=trajectory.metrics.get("success", 0.0) > 0,
-        score=trajectory.metrics.get("score", 0.0),
+        success=bool(trajectory.reported("success")),
+        score=trajectory.reported("score") or 0.0,
+        is_scored=is_scored,
     )
 
 

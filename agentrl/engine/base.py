@@ -54,6 +54,11 @@ class EngineConfig(Plugin):
     faster) and on a CPU from 10 million parameters on (measured); else `transformers`."""
 
     @property
+    def overrides(self) -> dict[str, Any]:
+        """Fields of the recipe that may make the engine compute something else than the trainer, and their values."""
+        return {}
+
+    @property
     def is_deterministic(self) -> bool:
         """True if the engine repeats its samples after a kill, for the same requests."""
         return False

@@ -149,6 +149,10 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
     `reset` and `step` follow Gymnasium: `terminated` means that the task ended, `truncated` that a limit was met; the
     reward is this turn's alone. `info["success"]` (bool) and `info["score"]` (0 to 1) at the end are what evaluation
     reports; other numbers in it are metrics too.
+
+    The reward None at the end means that nothing could score the episode: it leaves training and evaluation, and is counted.
+    None as `info["success"]` or `info["score"]` leaves the mean of that measure alone.
+
     Messages and `info` hold plain data: text, numbers, lists and dicts. They are copied when they are returned; tuples,
     sets, numpy and dates take their plain form, and an object or bytes fail the episode.
 
@@ -300,7 +304,8 @@ class StepReturn(NamedTuple):
     """Values that `step` returned."""
 
     messages: tuple[Message, ...]
-    reward: float
+    reward: float | None
+    """None: the episode is over, and nothing could score it."""
     terminated: bool
     truncated: bool
     info: dict[str, Any]
@@ -328,8 +333,13 @@ def step_return(result: object, *, method: str = "step()") -> StepReturn:
             f"{method} returned {abbreviated(result)}; return (messages, reward, terminated, truncated, info)"
         )
     messages, reward, terminated, truncated, info = result
+    is_unscored = reward is None and bool(terminated or truncated)
     return StepReturn(
-        _messages(messages, method), _reward(reward, method), bool(terminated), bool(truncated), _metrics(info, method)
+        messages=_messages(messages, method),
+        reward=None if is_unscored else _reward(reward, method),
+        terminated=bool(terminated),
+        truncated=bool(truncated),
+        info=_metrics(info, method),
     )
 
 
@@ -358,8 +368,9 @@ def _messages(messages: object, method: str) -> tuple[Message, ...]:
 def _reward(reward: object, method: str) -> float:
     number = _plain_reply(reward, f"{method}: the reward")
     if not is_number(number) or abs(number) > MAX_REWARD:
+        hint = ". None is for the last turn of an episode that nothing can score" if reward is None else ""
         raise EnvError(
-            f"{method} returned the reward {abbreviated(reward)}; return a finite float, at most {MAX_REWARD:g} in size"
+            f"{method} returned the reward {abbreviated(reward)}; return a finite float, at most {MAX_REWARD:g} in size{hint}"
         )
     return float(number)
 

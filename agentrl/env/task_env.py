@@ -45,7 +45,8 @@ class TaskEnv(ToolEnv):
 
     `{id: tasks, options: {tasks: my.jsonl, prompt: question, answer: answer, rewards: [exact_match]}}` needs no class. A
     subclass may add tools, whose methods find the row in `self.task`, pay rewards of its own, and override `opening`. Rewards
-    are paid with the last answer; one that raises fails the episode.
+    are paid with the last answer; one that raises fails the episode. One that returns None is left out; where all that pay do,
+    the episode leaves training and evaluation.
     """
 
     turn_rewards = False
@@ -125,19 +126,25 @@ class TaskEnv(ToolEnv):
         graded = grade(self._rewards, self._answered(text), timeout_s=self.options.reward_timeout_s)
         first = graded.get(self._rewards[0].name) if self._rewards else None
         is_success = first is not None and first >= self.options.success_at
-        if not is_success and self.num_answers < self.options.max_answers:
+        is_undecided = bool(self._rewards) and first is None
+        if not (is_success or is_undecided) and self.num_answers < self.options.max_answers:
             return self.options.retry
-        for reward in self._rewards:
-            if reward.name in graded:
-                self.reward(reward.weight * graded[reward.name], reward.name)
+        paying = [reward.name for reward in self._rewards if reward.weight]
+        if paying and graded.keys().isdisjoint(paying):
+            self.reward(None)
+        else:
+            for reward in self._rewards:
+                if reward.name in graded:
+                    self.reward(reward.weight * graded[reward.name], reward.name)
         self._info |= self._graded
         if first is not None:
             self.finish(success=is_success, score=min(1.0, max(0.0, first)))
         else:
             self.finish()
+            self._info |= {"success": None, "score": None} if is_undecided else {}
         return None
 
-    def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
+    def step(self, action: str | Message) -> tuple[tuple[Message, ...], Any, bool, bool, dict[str, Any]]:
         """Carry out an assistant message, and remember the dialogue for the rewards."""
         self._said.append(copy.deepcopy(as_message(action)))
         result = super().step(action)

@@ -227,6 +227,7 @@ class ToolEnv(MessageEnv):
         self._components: dict[str, float] = {}
         self._info: dict[str, Any] = {}
         self._is_over: bool | None = None  # None: never reset
+        self._is_unscored = False
 
     @abstractmethod
     def start(self, options: dict[str, Any]) -> Said | Awaitable[Said]:
@@ -241,14 +242,19 @@ class ToolEnv(MessageEnv):
         """Reply to a turn without a tool call; None says nothing (for use with `finish`)."""
         raise NotImplementedError(f"{type(self).__name__} must define answer(text)")
 
-    def reward(self, amount: float, part: str = "reward") -> None:
+    def reward(self, amount: float | None, part: str = "reward") -> None:
         """Add to this turn's reward; `part` names the share in `info["reward_components"]`.
+
+        None: nothing can score it. If the last turn gets no other reward, the episode leaves training and evaluation.
 
         Raises:
             EnvironmentFailure: for what is no finite number. It fails the episode, in a tool too: the model did nothing wrong.
         """
+        if amount is None:
+            self._is_unscored = True
+            return
         if (number := as_number(amount)) is None:
-            raise EnvironmentFailure(f"reward() takes a finite number, got {abbreviated(amount)}")
+            raise EnvironmentFailure(f"reward() takes a finite number, or None, got {abbreviated(amount)}")
         self._components[part] = self._components.get(part, 0.0) + number
 
     def finish(self, *, success: bool | None = None, score: float | None = None) -> None:
@@ -281,11 +287,12 @@ class ToolEnv(MessageEnv):
         self.take_logged()
         return self._messages_of(self.start(dict(options or {})), "start()"), {}
 
-    def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
+    def step(self, action: str | Message) -> tuple[tuple[Message, ...], Any, bool, bool, dict[str, Any]]:
         """Carry out an assistant message: its tool calls in order, or `answer` if there are none."""
         if self._is_over is not False:
             raise RuntimeError("step() needs a running task: call reset() first, and again after the task has ended")
         self._components, self._info = {}, {"tool_errors": 0}
+        self._is_unscored = False
         message = as_message(action)
         replies: list[Message] = []
         if calls := message.get("tool_calls"):
@@ -298,7 +305,8 @@ class ToolEnv(MessageEnv):
         info = {**self._info, "reward_components": dict(self._components)}
         if logged := self.take_logged():
             info["logged"] = logged
-        return tuple(replies), sum(self._components.values(), 0.0), bool(self._is_over), False, info
+        reward = None if self._is_unscored and not self._components else sum(self._components.values(), 0.0)
+        return tuple(replies), reward, bool(self._is_over), False, info
 
     def run_tool(self, name: str, arguments: Any) -> str:
         """Carry out one call and return the tool message's text; override it to offer tools that are no methods.

@@ -350,7 +350,8 @@ class TrainConfig(BaseModel):
     every episode was cut off (`cut_off`). Each is logged once anyway."""
     agreement: Annotated[Annotated[float, Field(gt=0), between(1e-12, 1)] | None, MayChange()] = None
     """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
-    nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""
+    nats. None: follows the precision (float32 1e-3, bfloat16 0.1, and six times the trainer's own rounding error if that is
+    more)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -362,9 +363,19 @@ class TrainConfig(BaseModel):
         """Return whether weights are sharded: a single rank has them whole, whatever `sharding` is."""
         return self.sharding == "full" and num_processes > 1
 
-    def agreement_bound(self) -> float:
-        """Return `agreement`, or the precision's default if it is None."""
-        return self.agreement or {"float32": 1e-3, "bfloat16": 0.05}[self.precision]
+    def agreement_bound(self, rounding_error: float = 0.0) -> float:
+        """Return `agreement`, or the precision's default if it is None.
+
+        Args:
+            rounding_error: mean error of the trainer's own log-probabilities, in nats. The engine's is up to three times as
+                large (benchmarks/agreement.py), and larger where rounding changes the experts that a mixture chooses.
+        """
+        if self.agreement is not None:
+            return self.agreement
+        return max({"float32": 1e-3, "bfloat16": 0.1}[self.precision], _ROUNDING_ERRORS * rounding_error)
+
+
+_ROUNDING_ERRORS = 6.0
 
 
 class WarmupConfig(BaseModel):

@@ -45,6 +45,7 @@ from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.tokens import TokenBatch
 from agentrl.models.moe import UNKNOWN, changed_share, experts_of, recording, replaying, routers_of
 from agentrl.policy.layout import attending, lay_out
+from agentrl.policy.model import Policy
 from agentrl.rollout import derive_seed
 from agentrl.types import Trajectory, TrajectoryGroup
 
@@ -200,13 +201,32 @@ class Learner:
 
     def logprobs(self, prompt_ids: Sequence[int], action_ids: Sequence[int]) -> Tensor:
         """Return the log-probability of each token of an action after a prompt, under the present weights: (T,)."""
+        with self._accelerator.autocast():
+            return self._score(self.state.wrapped, prompt_ids, action_ids)
+
+    def rounding_error(self, prompt_ids: Sequence[int], action_ids: Sequence[int]) -> float:
+        """Return the mean difference between `logprobs` and the same in float32, in nats.
+
+        0 if there is no other precision: in float32, and for weights that are sharded or held in half precision.
+        """
+        policy = self.state.policy
+        has_half = any(weight.dtype != torch.float32 for weight in policy.parameters())
+        has_kernel = "flash" not in str(policy.model.config.get_text_config()._attn_implementation)
+        if self._config.precision == "float32" or self.state.is_sharded or has_half or not has_kernel:
+            return 0.0
+        logprobs_T = self.logprobs(prompt_ids, action_ids)
+        # The class's: the policy's own `forward` is accelerate's, under autocast.
+        exact_T = self._score(partial(Policy.forward, policy), prompt_ids, action_ids)
+        return float((logprobs_T - exact_T).abs().mean())
+
+    def _score(self, forward: Callable[..., Any], prompt_ids: Sequence[int], action_ids: Sequence[int]) -> Tensor:
         row = np.array([*prompt_ids, *action_ids])
         inputs, index = lay_out([row[:-1]], self._layout, device=self.state.device)
         position_T = np.arange(len(prompt_ids) - 1, len(row) - 1)
         slot_T = torch.from_numpy(index(np.zeros_like(position_T), position_T)).to(self.state.device)
         target_T = torch.tensor(action_ids, device=self.state.device)
-        with torch.no_grad(), self._accelerator.autocast():
-            logprobs_T: Tensor = self.state.wrapped(inputs, slot_T, target_T, self._temperature)[0]
+        with torch.no_grad():
+            logprobs_T: Tensor = forward(inputs, slot_T, target_T, self._temperature)[0]
         return logprobs_T
 
     def update(

@@ -12,6 +12,7 @@ from typing import Any
 from agentrl.data.plain import abbreviated
 from agentrl.env import MAX_REWARD
 from agentrl.env.background import awaited
+from agentrl.env.message_env import as_number
 from agentrl.errors import ConfigError
 from agentrl.learn.interrupt import unless_interrupted
 from agentrl.rollout.env_driver import EnvThread
@@ -82,13 +83,15 @@ def _numbers(
         "messages": [[m for turn in t.turns for m in (*turn.observation, turn.message)] for t in trajectories],
         "num_tokens": [t.num_action_tokens for t in trajectories],
         "rewards": [t.reward for t in trajectories],
-        "successes": [t.metrics.get("success", 0.0) > 0 for t in trajectories],
+        "successes": [bool(t.reported("success")) for t in trajectories],
         "truncated": [t.truncated for t in trajectories],
     }
     given = copy.deepcopy({name: columns[name] for name in OFFERED if name in takes} | function.keywords)
     returned = awaited(function(**given), reward.where, timeout_s=timeout_s)
-    numbers = [reward.weight * float(number) for number in islice(returned, len(trajectories) + 1)]
-    if len(numbers) != len(trajectories) or not all(abs(number) <= MAX_REWARD for number in numbers):
+    scores = list(map(as_number, islice(returned, len(trajectories) + 1)))
+    numbers = [reward.weight * score for score in scores if score is not None]
+    is_each = len(scores) == len(numbers) == len(trajectories)
+    if not is_each or not all(abs(number) <= MAX_REWARD for number in numbers):
         raise ConfigError(
             f"{reward.where} returned {abbreviated(returned)}; return a finite number for each of {len(trajectories)} "
             f"episodes, at most {MAX_REWARD:g} in size with its weight"

@@ -295,7 +295,7 @@ class TrainSection(TypedDict, total=False):
     stop_on: Sequence[Literal["zero_spread", "cut_off"]]
     r"""Signs (metrics `health/SIGN`) at which the run ends: for 8 steps no group had a spread of returns (`zero_spread`), or every episode was cut off (`cut_off`). Each is logged once anyway."""
     agreement: float | None
-    r"""Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""
+    r"""Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in nats. None: follows the precision (float32 1e-3, bfloat16 0.1, and six times the trainer's own rounding error if that is more)."""
 
 class EvaluationSection(TypedDict, total=False):
     """Evaluation of the policy on tasks of the eval split."""

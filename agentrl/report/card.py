@@ -58,8 +58,9 @@ PICTURE = "curves.png"
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _MEASURES = ("success", "score", "reward")
-_RANGES = {"success": 1.0, "episodes": 1e9, "failed": 1e9}
+_RANGES = {"success": 1.0, "episodes": 1e9, "failed": 1e9, "unscored": 1e9}
 """Upper bound of each figure of an evaluation; the lower one is 0."""
+_PLAYED = ("episodes", "failed", "unscored")
 _POINTS = 10
 """Rows of the table of curves, if there is no picture."""
 
@@ -202,7 +203,7 @@ def _of_row(row: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[Mea
         yield Measured(
             env_id=env["id"],
             name=env_name,
-            num_tasks=round((episodes + values.get("failed", 0)) / config["evaluation"]["samples"]),
+            num_tasks=round(sum(values.get(name, 0) for name in _PLAYED) / config["evaluation"]["samples"]),
             episodes=episodes,
             values=_values(values),
             intervals={"success": wilson(values["success"], episodes)} if is_one_each else {},

@@ -59,9 +59,9 @@ def play(env: Env, task: EnvTask, ask: Callable[[], str | None]) -> Iterator[Tex
         if is_oracle:
             yield said(message)
         reply = step(env, base, message)
-        earned, turns = earned + reply.reward, turns + 1
+        earned, turns = earned + (reply.reward or 0.0), turns + 1
         yield from map(said, reply.messages)
-        yield Text(f"[turn {turns}: reward {reply.reward:g}{_parts(reply)}]", "dim")
+        yield Text(f"[turn {turns}: {_reward(reply)}{_parts(reply)}]", "dim")
     told = [
         f"{key} {reply.info[key]:g}" for key in ("success", "score") if isinstance(reply.info.get(key), int | float)
     ]
@@ -111,6 +111,10 @@ def described(tool: dict[str, Any]) -> Text:
     return Text.assemble((" ".join([f"/{function['name']}", *(f"{key}=..." for key in shown)]), "cyan"), f"  {words}")
 
 
+def _reward(reply: EnvReply) -> str:
+    return "no score" if reply.reward is None else f"reward {reply.reward:g}"
+
+
 def _parts(reply: EnvReply) -> str:
     parts = reply.info.get("reward_components") or {}
     told = ", ".join(f"{name} {amount:g}" for name, amount in parts.items())
@@ -138,7 +142,7 @@ def replay(env: Env, record: TrajectoryRecord) -> Iterator[Text]:
             return
         reply = step(env, base, turn.message)
         end = "".join(f", {name}" for name in ("terminated", "truncated") if getattr(reply, name))
-        yield Text(f"[turn {number}: reward {reply.reward:g}{end}]", "dim")
+        yield Text(f"[turn {number}: {_reward(reply)}{end}]", "dim")
     yield from map(said, reply.messages)
 
 

@@ -108,7 +108,8 @@ class EnvReply(NamedTuple):
     state_key: str | None
     gold_answer: str | None = None
     action_key: str | None = None
-    reward: float = 0.0
+    reward: float | None = 0.0
+    """None: the episode is over, and nothing could score it."""
     terminated: bool = False
     truncated: bool = False
     info: dict[str, Any] = {}  # noqa: RUF012 - never written to
@@ -428,7 +429,7 @@ class EnvDriver:
                 reply, following = await self.call("step()", partial(self._step, env, message))
                 self.info = reply.info
                 outcome = Outcome(
-                    reward=reply.reward,
+                    reward=reply.reward or 0.0,
                     state_key=reply.state_key,
                     action_key=reply.action_key,
                     extras=reply.info,
@@ -441,6 +442,8 @@ class EnvDriver:
 
     def _step(self, env: Env, message: Message) -> tuple[EnvReply, Dialogue | End]:
         reply = step(env, base_env(env), message)
+        if reply.reward is None:
+            return reply, End(reason=StopReason.UNSCORED, error=f"environment {self.name}: nothing could score it")
         if reply.terminated or reply.truncated:
             return reply, End(reason=StopReason.TERMINATED, truncated=not reply.terminated)
         return reply, self.render_or_fail(partial(self.conversation.next_dialogue, reply.messages))
@@ -507,7 +510,7 @@ class EnvDriver:
                     await self._close(env)
             raise
         end = self.conversation.end
-        if keeps and end is not None and not end.reason.failed:
+        if keeps and end is not None and not end.reason.is_fault:
             self.thread.env = env
         else:
             await self._close(env)

@@ -164,7 +164,7 @@ class Episode:
         finally:
             if branches is not None:
                 branches.close()
-        if trajectory.failed:
+        if trajectory.failed and trajectory.stop_reason is not StopReason.UNSCORED:
             self._on_fault(trajectory)
         return trajectory
 

@@ -86,11 +86,11 @@ class Evaluation:
         """Return 95 % intervals over tasks: of `reward`, and of `success` and `score` if they are reported."""
         valid = [group.valid for group in self.groups]
         found = {"reward": mean_interval([[t.reward for t in group] for group in valid])}
-        reported = {name for group in valid for t in group for name in t.metrics}
-        if "success" in reported:
-            found["success"] = share_interval([[float(is_success(t)) for t in group] for group in valid])
-        if "score" in reported:
-            found["score"] = mean_interval([[t.metrics.get("score", 0.0) for t in group] for group in valid])
+        names = {name for group in valid for t in group for name in t.metrics}
+        if "success" in names:
+            found["success"] = share_interval([reported(group, "success") for group in valid])
+        if "score" in names:
+            found["score"] = mean_interval([reported(group, "score") for group in valid])
         return {name: interval for name, interval in found.items() if interval is not None}
 
     def tasks(self) -> list["TaskResult"]:
@@ -112,7 +112,7 @@ class TaskResult:
     solved: int | None
     """Number of successes. None: the environment does not report success."""
     reward: float | None
-    """Mean over episodes that did not fail. None: all failed."""
+    """Mean over episodes that did not fail, and were scored. None: there is none."""
     stop_reasons: dict[str, int]
     error: str | None
     """Error of the first episode that has one."""
@@ -125,7 +125,7 @@ def _result(group: TrajectoryGroup, *, has_success: bool) -> TaskResult:
         seed=first.seed,
         task_index=first.task_index,
         episodes=len(group.trajectories),
-        solved=sum(map(is_success, valid)) if has_success else None,
+        solved=sum(value > 0 for value in reported(valid, "success")) if has_success else None,
         reward=float(np.mean([t.reward for t in valid])) if valid else None,
         stop_reasons=dict(Counter(str(t.stop_reason) for t in group.trajectories)),
         error=next((t.error for t in group.trajectories if t.error), None),
@@ -142,25 +142,31 @@ async def play_evaluation(
 
 
 def summarize_evaluation(groups: Iterable[TrajectoryGroup], config: EvaluationConfig) -> Evaluation:
-    """Compute the metrics of played evaluation tasks. Failed episodes are left out of every mean and counted in `failed`."""
+    """Compute the metrics of played evaluation tasks.
+
+    Episodes that failed, or that nothing could score, are left out of every mean and counted in `failed` and `unscored`.
+    """
     groups = sorted(groups, key=lambda group: group.group_id)
     trajectories = [t for group in groups for t in group.valid]
+    everyone = [t for group in groups for t in group.trajectories]
+    num_unscored = sum(t.stop_reason is StopReason.UNSCORED for t in everyone)
     metrics = {
         "episodes": float(len(trajectories)),
-        "failed": float(sum(len(group.trajectories) for group in groups) - len(trajectories)),
+        "failed": float(len(everyone) - len(trajectories) - num_unscored),
+        "unscored": float(num_unscored),
     }
     if trajectories:
         metrics["reward"] = float(np.mean([t.reward for t in trajectories]))
         metrics["turns"] = float(np.mean([len(t.turns) for t in trajectories]))
         metrics["action_tokens"] = float(np.mean([t.num_action_tokens for t in trajectories]))
-        everyone = [t for group in groups for t in group.trajectories]
         metrics |= {
             f"stop/{reason}": float(np.mean([t.stop_reason is reason for t in everyone])) for reason in StopReason
         }
         parts = {f"reward/{name}": value for name, value in component_means(trajectories).items()}
         metrics = reported_means(trajectories) | parts | metrics
         if any("success" in t.metrics for t in trajectories):
-            right = [(len(g.valid), sum(is_success(t) for t in g.valid)) for g in groups]
+            known = [reported(group.valid, "success") for group in groups]
+            right = [(len(successes), sum(value > 0 for value in successes)) for successes in known]
             for k in config.pass_at:
                 if rates := [pass_at_k(n, c, k) for n, c in right if n >= k]:
                     metrics[f"pass@{k}"] = float(np.mean(rates))
@@ -176,15 +182,15 @@ def _hash_of_task(group: TrajectoryGroup) -> str | None:
     return hashlib.sha256(identity.encode(errors="backslashreplace")).hexdigest()[:12]
 
 
-def is_success(trajectory: Trajectory) -> bool:
-    """Return whether the environment reported success; an episode cut off before that is none."""
-    return trajectory.metrics.get("success", 0.0) > 0
+def reported(trajectories: Iterable[Trajectory], name: str) -> list[float]:
+    """List what environments report at the end of each episode: 0 for one cut off before that, nothing for None."""
+    return [value for t in trajectories if (value := t.reported(name)) is not None]
 
 
 def reported_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Average the numbers that environments report at the end of an episode; one cut off before that counts as 0."""
     names = {name for t in trajectories for name in t.metrics} - {"env_s"}
-    return {name: float(np.mean([t.metrics.get(name, 0.0) for t in trajectories])) for name in sorted(names)}
+    return {name: float(np.mean(reported(trajectories, name))) for name in sorted(names)}
 
 
 def component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:

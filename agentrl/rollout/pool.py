@@ -291,7 +291,7 @@ class RolloutPool:
         """Play an episode to its end, retrying failures; list it in `live` meanwhile."""
         trajectory, reached = await self._play_one(start, slot, live)
         for retry in range(self._config.max_retries):
-            if not trajectory.stop_reason.failed:
+            if not trajectory.stop_reason.is_fault:
                 break  # a first prompt that is too long stays too long
             self._stream.counts["retries"] += 1
             if retry:
@@ -302,7 +302,8 @@ class RolloutPool:
             else:
                 start = LiveEpisode(task=replace(start.task, attempt=start.task.attempt + 1))
             trajectory, reached = await self._play_one(start, slot, live)
-        self._stream.counts["failed_episodes"] += trajectory.failed
+        name = "unscored" if trajectory.stop_reason is StopReason.UNSCORED else "failed"
+        self._stream.counts[f"{name}_episodes"] += trajectory.failed
         self._break_off_after_failures(trajectory)
         return trajectory
 
@@ -362,9 +363,10 @@ class RolloutPool:
     def _break_off_after_failures(self, trajectory: Trajectory) -> None:
         """Raise if too many episodes in a row failed in spite of their retries.
 
-        A first prompt that is too long does not count: all episodes of its group share it, and the group is replaced.
+        One without a score does not count, nor does a first prompt that is too long: all episodes of its group share it,
+        and the group is replaced.
         """
-        if trajectory.failed and not trajectory.stop_reason.failed:
+        if trajectory.failed and not trajectory.stop_reason.is_fault:
             return
         self._failures_in_a_row = self._failures_in_a_row + 1 if trajectory.failed else 0
         if self._failures_in_a_row >= self._config.max_consecutive_failures:

@@ -118,8 +118,8 @@ class TaskStream:
         self._handed_out: deque[list[TrajectoryGroup]] = deque()
         self._journaled_since: int | None = None
         """Number of the journal file that continues the loaded state."""
-        names = ("faults", "retries", "failed_episodes", "replaced_groups", "zero_spread_groups", "lost_threads")
-        self.counts = dict.fromkeys(names, 0)
+        names = ("faults", "retries", "failed_episodes", "unscored_episodes", "replaced_groups", "zero_spread_groups")
+        self.counts = dict.fromkeys((*names, "lost_threads"), 0)
         self._curriculum: Curriculum | None = None
         if config.curriculum is not None:
             self._curriculum = Curriculum(config.curriculum, tasks, num_processes=self._shard.num_processes)
@@ -374,7 +374,7 @@ class TaskStream:
         if self._replaced_in_a_row >= self._config.max_consecutive_failures:
             last = [t.error for t in group.trajectories if t.failed][-1]
             raise EnvironmentFailure(
-                f"{self._replaced_in_a_row} groups in a row had too many failures; the last: {last}"
+                f"{self._replaced_in_a_row} groups in a row had too few episodes to train on; the last: {last}"
             )
         return False
 

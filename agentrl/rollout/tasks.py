@@ -237,9 +237,10 @@ class Curriculum:
         """Record the success rate of a visit, without failed episodes."""
         state, valid = self.state, group.valid
         state.is_reported |= any("success" in trajectory.metrics for trajectory in valid)
-        if not valid or not state.is_reported or (task := valid[0].task_index) is None:
+        known = [success for trajectory in valid if (success := trajectory.reported("success")) is not None]
+        if not known or not state.is_reported or (task := valid[0].task_index) is None:
             return
-        rate = sum(trajectory.metrics.get("success", 0.0) > 0 for trajectory in valid) / len(valid)
+        rate = sum(success > 0 for success in known) / len(known)
         rates = [*state.rates.pop(task, []), rate][-self._config.visits :]
         if len(rates) == self._config.visits and self._config.rests(sum(rates) / len(rates)):
             state.until[task] = self._epoch(max(0, state.place - 1)) + 1 + self._config.rest

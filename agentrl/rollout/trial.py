@@ -12,7 +12,7 @@ from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.rollout.episode import Episode
 from agentrl.rollout.faults import RaisedError
 from agentrl.rollout.tasks import Tasks
-from agentrl.types import Completion, FinishReason, Sampling, Split
+from agentrl.types import Completion, FinishReason, Sampling, Split, StopReason
 
 
 class _SilentEngine:
@@ -72,5 +72,5 @@ async def try_environment(
     context = EpisodeContext(engine=_SilentEngine(), renderer=renderer, config=config)
     with EnvThread() as thread:
         trajectory = await Episode(task, context=context, thread=thread, fork=fork).play(make_env)
-    if trajectory.failed:
+    if trajectory.failed and trajectory.stop_reason is not StopReason.UNSCORED:
         raise EnvironmentFailure(trajectory.error)

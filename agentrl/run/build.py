@@ -159,7 +159,7 @@ def _build(
         signals=signals,
         learner=learner,
         weight_sync=WeightSync(
-            pool, learner, runner=runner, seed=recipe.seed, agreement=recipe.train.agreement_bound()
+            pool, learner, runner=runner, seed=recipe.seed, config=recipe.train, overrides=recipe.engine.overrides
         ),
     )
 

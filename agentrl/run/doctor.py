@@ -40,8 +40,10 @@ def examine(parts: Parts) -> Iterator[tuple[str, str]]:
     yield "device", _device(parts.learner.state.device)
     yield "engine", f"{type(parts.engine).__name__} (engine.name: {parts.recipe.engine.name})"
     difference = parts.weight_sync.verify_and_push(0)
-    bound = parts.recipe.train.agreement_bound()
-    yield "agreement", f"log-probabilities differ from the trainer's by {difference:.1e} nats (bound {bound:g})"
+    yield (
+        "agreement",
+        f"log-probabilities differ from the trainer's by {difference:.1e} nats (bound {parts.weight_sync.bound:g})",
+    )
     yield "weight push", "perturbed weights showed in the samples, and went with the next push"
     rollout = parts.recipe.rollout
     load = parts.runner.run(

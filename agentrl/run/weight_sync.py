@@ -1,8 +1,9 @@
 """Weight sync from the learner to the engine, and the proof that the engine samples from the synced weights."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -11,11 +12,22 @@ from torch import Tensor
 from agentrl.distributed.processes import all_gather, num_processes
 from agentrl.engine.base import AdapterEngine, KeptBase, ReplicatedEngine
 from agentrl.errors import EngineError
+from agentrl.learn.config import TrainConfig
 from agentrl.learn.learner import Learner
 from agentrl.rollout import RolloutPool
-from agentrl.types import Completion, Sampling
+from agentrl.types import Completion, Message, Sampling
 
 T = TypeVar("T")
+_USER: Message = {"role": "user", "content": "Tell me a story."}
+_NUM_TOKENS = 32
+
+
+class Sample(NamedTuple):
+    """Text that an engine sampled for comparison."""
+
+    prompt_ids: list[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
 
 
 def sampled_by_all(pool: RolloutPool, runner: asyncio.Runner, sampling: Coroutine[Any, Any, list[T]]) -> list[T]:
@@ -39,7 +51,14 @@ class WeightSync:
     """Syncs weights to the engine, and compares its log-probabilities with the learner's. All ranks make the same calls."""
 
     def __init__(
-        self, pool: RolloutPool, learner: Learner, *, runner: asyncio.Runner, seed: int, agreement: float
+        self,
+        pool: RolloutPool,
+        learner: Learner,
+        *,
+        runner: asyncio.Runner,
+        seed: int,
+        config: TrainConfig,
+        overrides: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Take the parts.
 
@@ -48,17 +67,20 @@ class WeightSync:
             learner: holds the weights.
             runner: event loop on which pool and engine live.
             seed: seed of the tokens that are sampled for comparison.
-            agreement: largest difference of log-probabilities, in nats (`train.agreement`).
+            config: holds the largest difference of log-probabilities (`train.agreement`).
+            overrides: fields of the recipe that may make the engine compute something else, and their values.
         """
         self._pool = pool
         self._learner = learner
         self._runner = runner
-        self._seed, self._agreement = seed, agreement
+        self._seed, self._config, self._overrides = seed, config, overrides
+        self.bound = config.agreement_bound()
+        """Largest difference of log-probabilities, in nats."""
 
     def verify_and_push(self, version: int) -> float:
         """Sync the weights as `version`, and prove that the engine samples from them.
 
-        On the same prompt the engine's log-probabilities must equal the learner's, and differ once the weights are
+        On text that it samples, the engine's log-probabilities must equal the learner's, and differ once the weights are
         perturbed.
 
         Returns:
@@ -67,17 +89,22 @@ class WeightSync:
         Raises:
             EngineError: with the difference and the bound.
         """
-        bound, weights = self._agreement, self._learner.state.weights
+        weights = self._learner.state.weights
         # Wrong weights on purpose: rows are rotated, so that the probability of one token becomes that of another.
         perturbed = ((name, tensor.roll(1, 0) if tensor.ndim > 1 else tensor) for name, tensor in weights())
         self._load(perturbed, version)
-        least = min(self._differences())
+        # After random tokens: in text of its own, a policy that is sure of it may go on under other weights too.
+        vocab_size = self._learner.state.policy.model.config.get_text_config().vocab_size
+        random_ids = np.random.default_rng(self._seed).integers(vocab_size, size=_NUM_TOKENS // 2).tolist()
+        least = min(self._differences(self.samples(random_ids)))
         self.push(version)
-        found = max(self._differences())
-        if not least > bound:
+        samples = self.samples()
+        found = max(self._differences(samples))
+        self.bound = self._config.agreement_bound(max(self._learner.rounding_error(*sample[:2]) for sample in samples))
+        if not least > self.bound:
             raise EngineError(
                 "weights pushed to the engine do not reach its samples: after a perturbation its log-probabilities still "
-                f"agree with the trainer's to {least:.2e} nats (train.agreement: {bound:g})"
+                f"agree with the trainer's to {least:.2e} nats (train.agreement: {self.bound:g})"
             )
         self.check_agreement(found)
         return found
@@ -108,7 +135,7 @@ class WeightSync:
         Raises:
             EngineError: if they differ by more than the bound.
         """
-        self.check_agreement(max(self._differences()))
+        self.check_agreement(max(self._differences(self.samples())))
 
     def check_agreement(self, found: float) -> None:
         """Check a mean difference of log-probabilities under the same weights, in nats.
@@ -116,12 +143,16 @@ class WeightSync:
         Raises:
             EngineError: if it is beyond the bound.
         """
-        bound = self._agreement
-        if not found <= bound:  # also true for nan
+        if not found <= self.bound:  # also true for nan
+            listed = ", ".join(f"{field}: {value}" for field, value in self._overrides.items())
+            cause = (
+                f"{listed} may cause it: remove it"
+                if listed
+                else "The engine runs another model than the trainer, or in a coarser precision: then raise it"
+            )
             raise EngineError(
                 f"the engine's log-probabilities differ from the trainer's by {found:.2e} nats on average under the same "
-                f"weights, more than train.agreement: {bound:g}. In half precision raise it; otherwise the "
-                "engine runs another model than the trainer"
+                f"weights, more than train.agreement: {self.bound:g}. {cause}"
             )
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -133,22 +164,29 @@ class WeightSync:
 
         self._runner.run(load())
 
-    def _differences(self) -> list[float]:
-        """Sample a few tokens from each rank's engine; return their mean differences to the learner, in nats."""
-        vocab_size = self._learner.state.policy.model.config.get_text_config().vocab_size
-        prompt = np.random.default_rng(self._seed).integers(vocab_size, size=16).tolist()
+    def samples(self, prompt: Sequence[int] | None = None) -> list[Sample]:
+        """Sample some text from each rank's engine, after a prompt or (None) after a user's question, as in a run."""
+        rollout = self._pool.context.config
+        num = min(_NUM_TOKENS, max(1, rollout.max_context_tokens // 2))
+        prompt = self._pool.context.renderer.start([_USER], ()) if prompt is None else prompt
+        prompt = list(prompt[num - rollout.max_context_tokens :])
+        sampling = Sampling(max_tokens=num, stop_token_ids=(), temperature=rollout.temperature, seed=self._seed)
+        completions = sampled_by_all(self._pool, self._runner, self._sample(prompt, sampling))
+        return [Sample(prompt, completion.token_ids, completion.logprobs) for completion in completions]
+
+    def _differences(self, samples: Iterable[Sample]) -> list[float]:
+        """Return the mean difference of each sample's log-probabilities to the learner's, in nats."""
         found = []
-        for completion in sampled_by_all(self._pool, self._runner, self._sample(prompt)):
-            logprobs_T = self._learner.logprobs(prompt, completion.token_ids)
-            found.append(float((logprobs_T.cpu() - torch.tensor(completion.logprobs)).abs().mean()))
+        for sample in samples:
+            logprobs_T = self._learner.logprobs(sample.prompt_ids, sample.token_ids)
+            found.append(float((logprobs_T.cpu() - torch.tensor(sample.logprobs)).abs().mean()))
         return found
 
-    async def _sample(self, prompt: list[int]) -> list[Completion]:
-        """Sample a few tokens after a prompt, if this rank has an engine."""
+    async def _sample(self, prompt: list[int], sampling: Sampling) -> list[Completion]:
+        """Sample after a prompt, if this rank has an engine."""
         if not self._pool.shard.num_groups:
             return []
         engine, rollout = self._pool.context.engine, self._pool.context.config
-        sampling = Sampling(max_tokens=16, stop_token_ids=(), temperature=rollout.temperature, seed=self._seed)
         try:
             async with asyncio.timeout(rollout.engine_timeout_s):
                 if isinstance(engine, ReplicatedEngine):

@@ -119,7 +119,7 @@ class StepResult(NamedTuple):
     """Values that `step` returned, and the key after it."""
 
     observation: tuple[Message, ...]
-    reward: float
+    reward: float | None
     terminated: bool
     truncated: bool
     info: dict[str, Any]
@@ -246,13 +246,13 @@ class Session:
             f"{method} returned a {type(messages).__name__} of messages; return a tuple",
         )
 
-    def _check_info(self, info: dict[str, Any], reward: float, *, is_end: bool) -> None:
+    def _check_info(self, info: dict[str, Any], reward: float | None, *, is_end: bool) -> None:
         parts = info.get("reward_components")
         if parts is not None and not (
             isinstance(parts, dict) and all(isinstance(p, int | float) for p in parts.values())
         ):
             self.add(f"step() returned reward_components {abbreviated(parts)}; map names to numbers")
-        elif parts is not None and not math.isclose(sum(parts.values()), reward, rel_tol=1e-6, abs_tol=1e-9):
+        elif parts is not None and not math.isclose(sum(parts.values()), reward or 0.0, rel_tol=1e-6, abs_tol=1e-9):
             self.add(f"step() returned the reward {reward} but reward_components {parts}; the parts must add up to it")
         success, score = info.get("success"), info.get("score")
         if success is not None:

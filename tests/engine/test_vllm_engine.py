@@ -389,6 +389,12 @@ async def _await(task: "asyncio.Task[T]") -> T:
     return await task
 
 
+def test_logprobs_of_another_distribution_are_refused() -> None:
+    context: Any = SimpleNamespace(samples_during_update=False)
+    with pytest.raises(ConfigError, match=r"^engine\.vllm\.logprobs_mode: raw_logprobs .*; remove it$"):
+        VLLMConfig(vllm={"logprobs_mode": "raw_logprobs"}).build(context)
+
+
 def test_a_model_that_vllm_cannot_run_is_refused(runner: asyncio.Runner) -> None:
     with pytest.raises(ConfigError, match=r"^engine\.name: 'vllm' cannot run this model: "):
         VLLMEngine(make_model(), VLLMConfig(vllm={"quantization": "no such"}), max_tokens=64)

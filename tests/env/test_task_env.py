@@ -217,6 +217,33 @@ def test_a_reward_that_fails_fails_the_episode_and_is_no_zero() -> None:
         components(sums(rewards=[f"{HERE}:no_number"]))
 
 
+def graded_by(*rewards: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    env = sums(rewards=list(rewards), tasks=[{"prompt": "2+3=?", "answer": 5}], eval_share=0, **options)
+    env.reset(seed=0)
+    _, reward, terminated, _, info = env.step("4")
+    assert terminated
+    return reward, {name: info[name] for name in ("success", "score", "reward_components")}
+
+
+def cannot_tell(completion: str) -> None:
+    """Return nothing: the judge had no opinion."""
+
+
+def test_an_answer_that_no_reward_can_score_has_no_reward() -> None:
+    nothing: dict[str, Any] = {"success": None, "score": None, "reward_components": {}}
+    assert graded_by(cannot_tell) == (None, nothing)
+    assert graded_by(cannot_tell, {"reward": cannot_tell, "name": "again"}) == (None, nothing)
+    assert graded_by(cannot_tell, {"reward": "exact_match", "weight": 0}) == (None, nothing)  # which pays nothing
+    # Whether it is right is not known, so nobody is asked to try again.
+    assert graded_by(cannot_tell, max_answers=3) == (None, nothing)
+
+
+def test_where_one_of_several_rewards_cannot_score_an_answer_the_rest_pay() -> None:
+    fails = {"exact_match": 0.0}
+    assert graded_by("exact_match", cannot_tell) == (0.0, {"success": False, "score": 0.0, "reward_components": fails})
+    assert graded_by(cannot_tell, "exact_match") == (0.0, {"success": None, "score": None, "reward_components": fails})
+
+
 def test_coroutines_have_a_deadline() -> None:
     with pytest.raises(EnvironmentFailure, match=r"rewards: hangs did not return within reward_timeout_s: 0.1 s"):
         components(sums(rewards=[f"{HERE}:hangs"], reward_timeout_s=0.1))

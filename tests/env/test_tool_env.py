@@ -371,7 +371,7 @@ def test_messages_without_end_are_cut_and_refused() -> None:
         step_return(env.step("more"))
 
 
-@each("amount", [None, "1.0"])
+@each("amount", [float("nan"), "1.0"])
 def test_a_reward_that_is_no_number_is_the_environments_fault_and_no_answer_to_the_model(amount: Any) -> None:
     class Pays(ToolEnv):
         def start(self, options: dict[str, Any]) -> str:
@@ -388,7 +388,7 @@ def test_a_reward_that_is_no_number_is_the_environments_fault_and_no_answer_to_t
 
     env = Pays()
     env.reset(seed=0)
-    with pytest.raises(EnvironmentFailure, match=rf"reward\(\) takes a finite number, got \w+ {amount!r}"):
+    with pytest.raises(EnvironmentFailure, match=rf"reward\(\) takes a finite number, or None, got \w+ {amount!r}"):
         env.step(tool_call("pay"))
 
 

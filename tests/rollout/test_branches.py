@@ -446,6 +446,7 @@ def test_a_pool_continues_with_a_fresh_thread_after_a_branch_that_hangs(new_pool
         "faults": 1,
         "retries": 0,
         "failed_episodes": 0,
+        "unscored_episodes": 0,
         "replaced_groups": 0,
         "zero_spread_groups": 0,
         "lost_threads": 1,

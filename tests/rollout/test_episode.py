@@ -430,7 +430,12 @@ ROLE = (
             "step() of Odd returned dict {'role': 'user', 'content': 'hm'} as messages; return a tuple of them",
         ),
         ("step", (SAID, "1", False, False, {}), f"step() of Odd returned the reward str '1'; {FINITE}"),
-        ("step", (SAID, None, False, False, {}), f"step() of Odd returned the reward NoneType None; {FINITE}"),
+        (
+            "step",
+            (SAID, None, False, False, {}),
+            f"step() of Odd returned the reward NoneType None; {FINITE}. None is for the last turn of an episode that nothing "
+            "can score",
+        ),
         (
             "step",
             (SAID, float("nan"), False, False, {}),

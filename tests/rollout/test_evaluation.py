@@ -14,7 +14,6 @@ from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, h
 from agentrl.rollout.evaluation import (
     Evaluation,
     EvaluationConfig,
-    is_success,
     pass_at_k,
     play_evaluation,
     reported_means,
@@ -143,12 +142,45 @@ def test_failed_episodes_are_counted_and_leave_every_mean() -> None:
     assert {t.stop_reason for t in evaluation.groups[1].trajectories} == {StopReason.ENV_ERROR}
 
 
+def test_episodes_that_nothing_could_score_are_counted_and_leave_every_mean() -> None:
+    class CannotTell(OneTurn):
+        def step(self, action: str | Message) -> Any:
+            _, reward, _, _, info = super().step(action)
+            seed, member = self.task
+            if member == 0:
+                return (), None, True, False, {"length": 90.0}
+            if member == 1 and seed % 2:  # scored, but whether it is a success is not known
+                return (), 1.0, True, False, {"success": None, "score": None, "length": 10.0}
+            return (), reward, True, False, info | {"score": 0.5}
+
+        def outcome(self, seed: int, member: int) -> bool | None:
+            return member == 1
+
+    evaluation = played(CannotTell, EvaluationConfig(num_tasks=4, samples=3, pass_at=(1, 2)), max_retries=2)
+    seeds = [held_out_seed(3, index) for index in range(4)]
+    odd = sum(seed % 2 for seed in seeds)
+    assert 0 < odd < 4
+    metrics = evaluation.metrics
+    assert len(CannotTell.played) == 4 * 3  # none is played again
+    assert (metrics["episodes"], metrics["failed"], metrics["unscored"]) == (8, 0, 4)
+    assert metrics["stop/unscored"] == pytest.approx(1 / 3)
+    # Member 1 earns 2 and is right, or earns 1 and is unknown; member 2 earns .5 and is wrong.
+    assert metrics["reward"] == (2.0 * (4 - odd) + 1.0 * odd + 0.5 * 4) / 8
+    assert metrics["success"] == (4 - odd) / (8 - odd)
+    assert (metrics["score"], metrics["length"]) == (0.5, 10.0)
+    assert metrics["pass@1"] == pytest.approx(0.5 * (4 - odd) / 4)
+    assert metrics["pass@2"] == 1.0
+    assert sum(task.solved or 0 for task in evaluation.tasks()) == 4 - odd
+    assert evaluation.intervals()["success"].low < metrics["success"] < evaluation.intervals()["success"].high
+
+
 def test_an_environment_that_never_works_leaves_no_means() -> None:
     class Never(OneTurn):
         def outcome(self, seed: int, member: int) -> bool | None:
             return None
 
-    assert played(Never, EvaluationConfig(num_tasks=2)).metrics == {"episodes": 0.0, "failed": 2.0}
+    metrics = played(Never, EvaluationConfig(num_tasks=2)).metrics
+    assert metrics == {"episodes": 0.0, "failed": 2.0, "unscored": 0.0}
 
 
 def episode(metrics: dict[str, float]) -> Trajectory:
@@ -166,7 +198,6 @@ def episode(metrics: dict[str, float]) -> Trajectory:
 def test_an_episode_that_was_cut_off_before_it_reported_counts_as_zero() -> None:
     cut, done = episode({"env_s": 1.0}), episode({"success": 1.0, "score": 0.5, "env_s": 1.0})
     assert reported_means([cut, done]) == {"success": 0.5, "score": 0.25}
-    assert [is_success(t) for t in (cut, done)] == [False, True]
 
 
 def test_the_panel_names_tasks_by_what_they_show_and_not_by_what_becomes_of_them() -> None:

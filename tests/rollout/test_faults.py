@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentrl import load_credit
 from agentrl.chat import Renderer
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
-from agentrl.types import Completion, Message, Sampling, Trajectory
+from agentrl.types import Completion, Message, Sampling, StopReason, Trajectory
 from tests.support.each import each
 from tests.support.talk import Talk, collect, episodes, logged
 from tests.support.threads import hang, wait_until
@@ -146,6 +147,56 @@ class Blocks(TransformersEngine):
             self.blocked = True
             time.sleep(0.3)
         await super()._advance(waiting)
+
+
+class Unscored(Talk):
+    """Earns 1 with two of four members and 0 with the third; nothing can score the fourth, nor any of some groups."""
+
+    def step(self, action: Any) -> Any:
+        messages, _, terminated, truncated, info = super().step(action)
+        is_unknown = self.member == 3 or self.seed % 3 == 0
+        reward = (None if is_unknown else float(self.member < 2)) if terminated else 0.0
+        return messages, reward, terminated, truncated, info
+
+
+def test_an_episode_that_nothing_could_score_is_not_trained_and_not_played_again(new_pool: NewPool) -> None:
+    pool = new_pool(Unscored, group_size=4, max_turns=9, max_episode_tokens=4096)
+    groups = collect(pool, 4)
+    counts = Counter(t.stop_reason for group in groups for t in group.trajectories)
+    assert counts == {StopReason.TERMINATED: 12, StopReason.UNSCORED: 4}
+    last = groups[0].trajectories[3]
+    assert (last.failed, last.error) == (True, "environment Unscored: nothing could score it")
+    # (1, 1, 0) has the mean 2 / 3 and the standard deviation sqrt(1 / 3): the fourth is in neither.
+    credits = load_credit({"scheme": "uniform", "eps": 1e-12}).assign(groups)
+    for row in credits:
+        assert [float(credit.advantages_T[0]) for credit in row[:3]] == pytest.approx([3**-0.5, 3**-0.5, -2 * 3**-0.5])
+        assert [bool(credit.keep_T.any()) for credit in row] == [True, True, True, False]
+    assert [pool.counts[name] for name in ("faults", "retries", "failed_episodes")] == [0, 0, 0]
+    assert pool.counts["replaced_groups"] > 0
+    assert pool.counts["unscored_episodes"] >= 4 + 4 * pool.counts["replaced_groups"]
+
+
+def test_a_task_that_nothing_ever_scores_ends_the_run_with_a_word(new_pool: NewPool) -> None:
+    class Never(Talk):
+        def step(self, action: Any) -> Any:
+            messages, _, terminated, truncated, info = super().step(action)
+            return messages, None if terminated else 0.0, terminated, truncated, info
+
+    pool = new_pool(Never, max_consecutive_failures=3)
+    with pytest.raises(EnvironmentFailure, match=r"3 groups in a row had too few .*: nothing could score it"):
+        collect(pool, 1)
+
+
+def test_a_reward_is_none_only_at_the_end(new_pool: NewPool) -> None:
+    class Early(Talk):
+        def step(self, action: Any) -> Any:
+            messages, _, terminated, truncated, info = super().step(action)
+            return messages, None, terminated, truncated, info
+
+    pool = new_pool(Early, max_consecutive_failures=3, max_retries=0)
+    words = "returned the reward NoneType None; return a finite float, at most 1e.15 in size. None is for the last turn"
+    with pytest.raises(EnvironmentFailure, match=words):
+        collect(pool, 4)
 
 
 def test_what_blocks_the_event_loop_shows_in_its_lag(new_pool: NewPool, new_engine: NewEngine) -> None:

@@ -27,6 +27,10 @@ def rank(rewards: list[float], *, step: float = 1.0) -> list[float]:
     return [step * sorted(rewards).index(reward) for reward in rewards]
 
 
+def undecided(rewards: list[float]) -> list[float | None]:
+    return [1.0, None]
+
+
 def too_few(num_tokens: list[int]) -> list[float]:
     return [1.0]
 
@@ -144,6 +148,7 @@ def test_two_of_one_name_are_refused() -> None:
     ("name", "words"),
     [
         ("too_few", "return a finite number for each of 2"),
+        ("undecided", r"returned list \[1.0, None\]; return a finite number for each of 2"),
         ("fails", r"raised RuntimeError: no idea \(test_group_rewards.py:"),
         ("leaves", r"raised SystemExit: 3 \(test_group_rewards.py:"),
         ("never_ends", "returned repeat .*; return a finite number for each of 2"),

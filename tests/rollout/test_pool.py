@@ -146,6 +146,7 @@ def test_a_failed_episode_is_restarted_in_a_fresh_environment(new_pool: NewPool)
         "faults": 2,
         "retries": 2,
         "failed_episodes": 0,
+        "unscored_episodes": 0,
         "replaced_groups": 0,
         "zero_spread_groups": 0,
         "lost_threads": 0,
@@ -167,6 +168,7 @@ def test_an_episode_that_keeps_failing_leaves_its_group(new_pool: NewPool) -> No
         "faults": 4,
         "retries": 2,
         "failed_episodes": 2,
+        "unscored_episodes": 0,
         "replaced_groups": 0,
         "zero_spread_groups": 0,
         "lost_threads": 0,
@@ -269,6 +271,7 @@ def test_a_backend_that_is_down_for_a_moment_does_not_stop_the_run(new_pool: New
         "faults": 12,
         "retries": 12,
         "failed_episodes": 0,
+        "unscored_episodes": 0,
         "replaced_groups": 0,
         "zero_spread_groups": 0,
         "lost_threads": 0,
@@ -291,7 +294,7 @@ def test_one_member_that_always_fails_cannot_make_the_run_last_for_ever(new_pool
     with pytest.raises(EnvironmentFailure) as caught:
         collect(pool, 2)
     assert str(caught.value).startswith(
-        "5 groups in a row had too many failures; the last: environment Talk: reset() raised RuntimeError: "
+        "5 groups in a row had too few episodes to train on; the last: environment Talk: reset() raised RuntimeError: "
         "the lamp of member 1 is out (talk.py:"
     )
 
@@ -337,7 +340,7 @@ def test_a_run_in_which_every_first_prompt_is_too_long_ends(new_pool: NewPool) -
     pool = new_pool(too_long(when=lambda _: True, made=[]), max_context_tokens=65, max_consecutive_failures=2)
     with pytest.raises(
         EnvironmentFailure,
-        match=r"2 groups in a row had too many failures; the last: rollout\.max_context_tokens: 65 leaves no room",
+        match=r"2 groups in a row had too few episodes to train on; the last: rollout\.max_context_tokens: 65 leaves no room",
     ):
         collect(pool, 1)
 
@@ -380,6 +383,7 @@ def test_hanging_environments_lose_their_thread_and_the_others_continue(new_pool
         "faults": 4,
         "retries": 2,
         "failed_episodes": 2,
+        "unscored_episodes": 0,
         "replaced_groups": 0,
         "zero_spread_groups": 0,
         "lost_threads": 4,

@@ -587,7 +587,9 @@ def test_as_many_groups_in_a_row_as_the_recipe_says_may_be_replaced_and_no_more(
     ended(subject, failed=True)
     with pytest.raises(EnvironmentFailure) as caught:
         subject.hand_out(version=0)
-    assert str(caught.value) == ("3 groups in a row had too many failures; the last: the lamp of train/000007/2 is out")
+    assert str(caught.value) == (
+        "3 groups in a row had too few episodes to train on; the last: the lamp of train/000007/2 is out"
+    )
     assert subject.counts["replaced_groups"] == 7
 
 

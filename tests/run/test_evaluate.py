@@ -31,7 +31,7 @@ def test_a_fault_is_told_and_nothing_is_written_where_no_run_has_begun(
     with build(settings, on_warning=told.append) as parts:
         parts.weight_sync.verify_and_push(0)
         monkeypatch.setattr(Breakable, "is_broken", True)  # not when it was tried before
-        assert evaluate(parts)["eval/"].metrics == {"episodes": 0.0, "failed": 2.0}
+        assert evaluate(parts)["eval/"].metrics == {"episodes": 0.0, "failed": 2.0, "unscored": 0.0}
     (words,) = told
     assert words.startswith("environment Breakable: reset() raised KeyError: 'answer' (test_evaluate.py:")
     assert not (tmp_path / "run").exists()

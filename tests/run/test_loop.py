@@ -16,6 +16,7 @@ from agentrl import Trajectory
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers.engine import TransformersEngine
+from agentrl.engine.vllm.engine import VLLMConfig
 from agentrl.errors import EngineError, TrainingError
 from agentrl.learn.interrupt import _interrupted
 from agentrl.report.folder import RunFolder
@@ -23,6 +24,7 @@ from agentrl.run import loop
 from agentrl.run.build import Parts
 from agentrl.run.checkpoint import load_checkpoint, save
 from agentrl.run.record import Stopwatch
+from agentrl.run.weight_sync import WeightSync
 from tests.support.each import each
 from tests.support.interrupts import After, run_with
 from tests.support.run_files import repeatable
@@ -132,6 +134,18 @@ def test_the_proof_holds_however_sure_a_policy_is(runs: Runs, sharpness: float) 
     norm = dict(parts.policy.model.named_parameters())["model.norm.weight"]
     norm.data *= sharpness
     assert parts.weight_sync.verify_and_push(0) < 1e-3
+
+
+def test_a_mismatch_names_the_fields_that_may_cause_it(runs: Runs) -> None:
+    config = VLLMConfig(vllm={"kv_cache_dtype": "fp8", "gpu_memory_utilization": 0.5})
+    parts = runs.build()
+    sync = WeightSync(
+        parts.pool, parts.learner, runner=parts.runner, seed=0, config=parts.recipe.train, overrides=config.overrides
+    )
+    with pytest.raises(EngineError, match=r"train\.agreement: 0\.001\. engine\.vllm\.kv_cache_dtype: fp8 may cause it"):
+        sync.check_agreement(0.2)
+    with pytest.raises(EngineError, match=r"The engine runs another model than the trainer"):
+        parts.weight_sync.check_agreement(0.2)
 
 
 class TiredEngine(TransformersEngine):

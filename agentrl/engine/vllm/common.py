@@ -105,12 +105,18 @@ def check_one_process(num_processes: int) -> None:
         )
 
 
+LOGPROBS_MODE = "processed_logprobs"
+"""Log-probabilities of the distribution that is sampled: temperature applied."""
+CHANGES_LOGPROBS = ("dtype", "quantization", "kv_cache_dtype", "hf_overrides", "model_impl")
+"""Arguments of `EngineArgs` that change what vLLM computes."""
+
+
 def engine_arguments(*, is_cpu: bool) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs` that sampling for training always needs."""
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "enable_prefix_caching": True,
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": LOGPROBS_MODE,
         "generation_config": "vllm",
         "worker_extension_cls": EXTENSION,
     }

@@ -19,8 +19,10 @@ from pydantic import Field, ValidationError
 from agentrl.engine.base import Engine, EngineContext
 from agentrl.engine.batched import BatchedConfig, BatchedEngine, Request
 from agentrl.engine.vllm.common import (
+    CHANGES_LOGPROBS,
     FINISH_REASONS,
     HOW_TO_INSTALL,
+    LOGPROBS_MODE,
     MIN_TEMPERATURE,
     check_one_process,
     check_reloadable,
@@ -55,6 +57,11 @@ class VLLMConfig(BatchedConfig):
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `EngineArgs`, such as gpu_memory_utilization."""
 
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Arguments of vLLM that change what it computes."""
+        return {f"engine.vllm.{name}": value for name, value in self.vllm.items() if name in CHANGES_LOGPROBS}
+
     def build(self, context: EngineContext) -> Engine:
         """Return an engine for the model's architecture.
 
@@ -64,6 +71,11 @@ class VLLMConfig(BatchedConfig):
         if self.sleep and context.samples_during_update:
             raise ConfigError(
                 "engine.sleep: rollout.mode: async samples while the policy is updated; set engine.sleep to false"
+            )
+        if (mode := self.vllm.get("logprobs_mode", LOGPROBS_MODE)) != LOGPROBS_MODE:
+            raise ConfigError(
+                f"engine.vllm.logprobs_mode: {mode} are not the log-probabilities of what is sampled, which training needs; "
+                "remove it"
             )
         check_reloadable(context.model.config)
         check_one_process(context.shard.num_processes)

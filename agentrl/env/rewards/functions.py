@@ -98,7 +98,7 @@ class Reward:
         }
 
     def value(self, returned: Any) -> float | None:
-        """Return what was returned as a number. None: the function has nothing to say of this task.
+        """Return what was returned as a number. None: the function cannot score this answer.
 
         Raises:
             EnvironmentFailure: for what is none.
@@ -139,7 +139,7 @@ def load_rewards(given: Sequence[object], *, columns: Sequence[str], has_answer:
 
 
 def grade(rewards: Sequence[Reward], answered: Answered, *, timeout_s: float) -> dict[str, float]:
-    """Return what each reward gives for an answer, without those that have nothing to say; coroutines run side by side.
+    """Return what each reward gives for an answer, without those that cannot score it; coroutines run side by side.
 
     Raises:
         EnvironmentFailure: for what is no number, and for coroutines that take longer than `timeout_s` seconds.

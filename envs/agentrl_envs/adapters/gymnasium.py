@@ -124,7 +124,7 @@ class GymnasiumEnv(ToolEnv):
             self.finish(success=bool(terminated) and float(reward) >= self.goal)
         return self._shown(self.seen)
 
-    def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
+    def step(self, action: str | Message) -> tuple[tuple[Message, ...], Any, bool, bool, dict[str, Any]]:
         """Take a turn; an end by the source's limit of steps is reported as one."""
         messages, reward, is_over, _, info = super().step(action)
         return messages, reward, is_over and not self.is_cut, self.is_cut, info

@@ -121,10 +121,11 @@ class OpenEnv(ReplayedEnv):
 
     def _take(self, action: dict[str, Any]) -> str:
         result = self.act(action)
-        reward = float(result.get("reward") or 0.0)
-        self.reward(reward, "server")
-        if result.get("done"):
-            self.finish(success=reward >= self.goal)
+        reward, is_over = result.get("reward"), bool(result.get("done"))
+        if reward is not None or is_over:
+            self.reward(reward, "server")
+        if is_over:
+            self.finish(success=None if reward is None else float(reward) >= self.goal)
         return self._text(result["observation"])
 
     def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:

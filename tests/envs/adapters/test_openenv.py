@@ -169,6 +169,16 @@ def test_an_action_without_fields_is_a_call_without_arguments() -> None:
     assert env.answer("anything") == "Call act."
 
 
+def test_an_end_without_a_reward_is_none_that_was_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    with schema_server({"action": {"type": "object"}}) as url:
+        env = OpenEnv(url=url)
+    ends = iter([False, True])
+    monkeypatch.setattr(env, "act", lambda _: {"observation": {"hint": "?"}, "reward": None, "done": next(ends)})
+    monkeypatch.setattr(env, "_is_over", False)
+    assert env.step(tool_call("act"))[1:3] == (0.0, False)
+    assert env.step(tool_call("act"))[1:3] == (None, True)
+
+
 @each("said", [[], {}, {"action": None}, {"action": {"properties": ["number"]}}])
 def test_a_server_of_something_else_is_told_in_a_line(said: Any) -> None:
     with schema_server(said) as url, pytest.raises(UserError, match=r"^url: .* is no OpenEnv server: "):
