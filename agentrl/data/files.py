@@ -232,6 +232,21 @@ def check_folder(path: Path) -> None:
         raise ConfigError(f"{path}: it is no folder; move it away")
 
 
+def check_links(folder: Path, *, what: str) -> None:
+    """Raise ConfigError if an entry of a folder is a symbolic link out of it, so that no entry leads to files elsewhere.
+
+    Args:
+        folder: the folder, which may itself stand behind a link.
+        what: name of the folder, for the message.
+    """
+    inside = os.path.realpath(folder)
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(place, name)
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+                raise ConfigError(f"{path}: a symbolic link out of {what}; put what it leads to in its place")
+
+
 def write_whole(path: Path, data: str | bytes | Iterable[bytes]) -> None:
     """Write a file so that it is there whole or not at all, after a power cut too."""
     partial = path.with_name(f".{path.name}.partial")
@@ -264,6 +279,8 @@ def damage(folder: Path) -> str | None:
         return str(error).removesuffix("; ")
     for name, entry in files.items():
         path = folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"{folder / _LIST} names {name}, which lies elsewhere"
         if not path.is_file():
             return f"{path} is missing"
         if (size := path.stat().st_size) != entry.size:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from agentrl.data.files import (
     check_folder,
+    check_links,
     dump_yaml,
     numbered,
     parse,
@@ -127,11 +128,12 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """Continue a run.
+        """Open the folder of a run, to continue or to read it.
 
         Raises:
-            ConfigError: when the folder is not one of a run.
+            ConfigError: when the folder is not one of a run, or an entry of it is a symbolic link out of it.
         """
+        check_links(path, what="the run's folder")
         if not (path / "config.yaml").is_file():
             raise ConfigError(f"{path} is not the folder of a run: it has no config.yaml")
         return cls(path)

@@ -162,7 +162,9 @@ Decode = Callable[[list[int]], str]
 
 def run_of(path: Path) -> Path | None:
     """Return the folder of the run that a file of rollouts, or the folder itself, belongs to. None: there is none."""
-    return next((folder for folder in (path, *path.resolve().parents[:3]) if (folder / "config.yaml").is_file()), None)
+    named = Path(os.path.abspath(path)).parents[:3]  # also of a file that links elsewhere
+    candidates = (path, *named, *path.resolve().parents[:3])
+    return next((folder for folder in candidates if (folder / "config.yaml").is_file()), None)
 
 
 def decoder(run: Path | None) -> Decode | None:
