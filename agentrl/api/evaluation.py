@@ -15,6 +15,7 @@ from agentrl.api.target import (
     without_running_loop,
 )
 from agentrl.credit import Credit
+from agentrl.data.files import keep_directory
 from agentrl.recipe.config import Recipe
 from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.report.records import pieces_of, records
@@ -27,6 +28,7 @@ from agentrl.run.evaluate import evaluate as evaluate_parts
 from agentrl.run.start import reuse_environments
 
 
+@keep_directory()
 def evaluate(
     target: Target = None,
     *,

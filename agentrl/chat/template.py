@@ -15,6 +15,7 @@ from agentrl.chat.forms.form import check_written
 from agentrl.chat.proof.facts import describe_template, find_facts
 from agentrl.chat.proof.template import prove
 from agentrl.chat.renderer import Description, DialogueConfig, Renderer, Thinking, Tools, own_template, prepared
+from agentrl.data.files import absolute
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -189,6 +190,6 @@ def template_text(tokenizer: Any, config: TemplateConfig, name: str) -> str:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return absolute(file).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise RendererError(f"chat.template: {file} cannot be read: {error}") from error

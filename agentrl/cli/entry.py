@@ -16,6 +16,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from agentrl.cli.commands import make_parser, rank, world_size
+from agentrl.data.files import absolute, keep_directory, shown
 from agentrl.errors import AgentRLError, ConfigError, UserError
 from agentrl.report.terminal import Console
 from agentrl.run import launch
@@ -36,17 +37,17 @@ def exits(run_dir: Path | None = None) -> Iterator[None]:
         yield
         sys.stdout.flush()
     except UserError as error:
-        console.print(f"{name}: {error}", style="red")
+        console.print(f"{name}: {shown(error)}", style="red")
         sys.exit(launch.USER_MISTAKE)
     except AgentRLError as error:
-        console.print(f"{name}: {error}", style="red")
+        console.print(f"{name}: {shown(error)}", style="red")
         sys.exit(_FAILURE)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
             sys.exit(_FAILURE)
         if not (words := _disk_words(error, resume_command=_resume_command(run_dir))):
             raise
-        console.print(f"{name}: {words}", style="red")
+        console.print(f"{name}: {shown(words)}", style="red")
         sys.exit(launch.USER_MISTAKE)
     except KeyboardInterrupt:
         resume_command = _resume_command(run_dir)
@@ -74,7 +75,7 @@ def _resume_command(run_dir: Path | None) -> str | None:
     if run_dir is None or not (run_dir / "config.yaml").is_file():
         return None
     how = "train" if world_size() == 1 else f"launch --processes {world_size()}"
-    return f"`agentrl {how} {shlex.quote(str(run_dir))}`"
+    return f"`agentrl {how} {shlex.quote(shown(run_dir))}`"
 
 
 def _disk_words(error: OSError, *, resume_command: str | None) -> str | None:
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # peft imports bitsandbytes, which warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     options, rest = make_parser().parse_known_args(arguments)
-    with exits():
+    with exits(), keep_directory():
         if "--" in (sys.argv if arguments is None else arguments):
             raise ConfigError("-- means nothing to agentrl; leave it out")
         _look_for_modules_here(options)
@@ -116,10 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _look_for_modules_here(options: argparse.Namespace) -> None:
     """Let `module:Class` mean a file of the working directory, as with `python -m`; not where that is a run's, of anyone."""
-    try:
-        here = Path.cwd()
-    except FileNotFoundError:
-        raise UserError("the working directory is gone; go to one that is there") from None
+    here = absolute("")
     runs = getattr(options, "targets", None) or [getattr(options, "target", None)]
     if not any(run and run.is_dir() and here.is_relative_to(run.resolve()) for run in runs):
         sys.path.insert(0, str(here))

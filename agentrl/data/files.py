@@ -10,14 +10,14 @@ import re
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, UserError
 
 T = TypeVar("T")
 
@@ -31,6 +31,11 @@ _FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+\Z")
 
 _LONG = re.compile(r"\d{20,300}")
 """A bound of a number, as pydantic writes it out."""
+
+_start: Path | None = None
+"""Working directory at the start of the command or call that runs. None: none does."""
+_is_reported = False
+"""Whether `moved_to` has returned the directory in which an environment has left the process."""
 
 MAX_DEPTH = 200
 """Of lists and mappings within one another, in a file: pydantic writes no more than 255."""
@@ -230,6 +235,58 @@ def check_folder(path: Path) -> None:
     """Raise ConfigError where a folder is to be, and something else stands: a file, or a link that leads nowhere."""
     if os.path.lexists(path) and not path.is_dir():
         raise ConfigError(f"{path}: it is no folder; move it away")
+
+
+@contextmanager
+def keep_directory() -> Iterator[None]:
+    """Read relative paths (`absolute`) from the present working directory until the end, and return to it then.
+
+    An environment may change the directory of the whole process meanwhile. Within one another, the outermost decides.
+
+    Raises:
+        UserError: if the directory has been deleted.
+    """
+    global _start, _is_reported
+    if _start is not None:
+        yield
+        return
+    try:
+        _start, _is_reported = Path.cwd(), False
+    except FileNotFoundError:
+        raise UserError("the working directory is gone; go to one that is there") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it has been deleted since
+            os.chdir(_start)
+        _start = None
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Return a path from the working directory at the start, or from the user's home directory if it begins with `~`."""
+    path = Path(path).expanduser()
+    return path if path.is_absolute() else (_start or Path.cwd()) / path
+
+
+def shown(text: object) -> str:
+    """Return a path, or a text with paths, as a person writes them in the working directory of the start: relative to it."""
+    with suppress(FileNotFoundError):
+        if (here := absolute("")) != here.parent:
+            return re.sub(rf"(?<![\w.~/-]){re.escape(os.path.join(here, ''))}(?=[^/])", "", str(text))
+    return str(text)
+
+
+def moved_to() -> str | None:
+    """Return the working directory if it is another than at the start: once. None: it is the same, or was returned before."""
+    global _is_reported
+    try:
+        now = os.getcwd()
+    except FileNotFoundError:
+        now = "one that has been deleted"
+    if _start is None or _is_reported or now == str(_start):
+        return None
+    _is_reported = True
+    return now
 
 
 def check_links(folder: Path, *, what: str) -> None:

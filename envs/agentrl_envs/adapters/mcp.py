@@ -51,6 +51,7 @@ from mcp.types import (
 )
 
 from agentrl import EnvironmentFailure, Message, ToolEnv, UserError
+from agentrl.data.files import absolute
 from agentrl.data.plain import line_of
 from agentrl.env import TaskEnv, ToolCallError, arguments_object
 from agentrl_envs.adapters.common import check_arguments
@@ -170,9 +171,9 @@ def target_of(option: ServerOption) -> str | StdioServerParameters | MCPServer |
             if isinstance(found, MCPServer | Server):
                 return found
         elif isinstance(option, Mapping):
-            return StdioServerParameters(**option)
+            return StdioServerParameters(**{**option, "cwd": absolute(option.get("cwd") or "")})
         elif option:
-            return StdioServerParameters(command=option[0], args=list(option[1:]))
+            return StdioServerParameters(command=option[0], args=list(option[1:]), cwd=absolute(""))
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError(f"server: {option!r} leads to no MCP server: {' '.join(str(error).split())}") from error
     raise UserError(

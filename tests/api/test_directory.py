@@ -1,0 +1,79 @@
+"""An environment that changes the working directory of the process, as `os.chdir` does: for all threads."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl import Message, TaskEnv
+from agentrl.chat import local_folder
+from agentrl.data.files import absolute, keep_directory, moved_to
+from agentrl.env import make_env
+from agentrl.env.rewards.judge import ReplyCache
+from agentrl.recipe.config import load_recipe
+from tests.api.test_training import TINY
+
+OPTIONS = {"tasks": "my.jsonl", "answer": "answer", "rewards": ["exact_match"]}
+
+
+class Moving(TaskEnv):
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[tuple[Message, ...], dict[str, Any]]:
+        os.chdir(Path("/"))
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"prompt": f"Say {number}.", "answer": number}) for number in range(99)]
+    (tmp_path / "my.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_an_environment_that_changes_the_directory_moves_neither_the_run_nor_its_tasks(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = {"id": Moving, "options": OPTIONS, "wrappers": [{"id": "record", "path": "played.jsonl"}]}
+    run = agentrl.train(TINY, env=env, run_dir="runs/one")
+    assert Path.cwd() == here
+    assert [row["step"] for row in run.metrics] == [0, 1, 2]
+    assert run.path == here / "runs" / "one"
+    assert (here / "played.jsonl").is_file()
+    words = f"the environment 'tests.api.test_directory:Moving' changed the working directory to {Path('/')}: "
+    assert capsys.readouterr().out.count(words) == 1
+    assert run.evaluate().metrics["episodes"] == 2
+    assert capsys.readouterr().out.count(words) == 1
+    assert Path.cwd() == here
+
+
+def test_paths_of_a_recipe_begin_in_the_directory_of_the_start(here: Path) -> None:
+    (here / "model").mkdir()
+    (here / "x.jinja").write_text("{{ messages }}")
+    (here / "elsewhere").mkdir()
+    with keep_directory():
+        os.chdir("elsewhere")
+        with keep_directory():
+            assert local_folder("./model") == here / "model"
+            chat = load_recipe(None, ["--chat.renderer", "template", "--chat.template", "x.jinja"]).chat
+            assert chat.exported_template(None) == "{{ messages }}"
+            assert make_env("tasks", OPTIONS).reset()[0][0]["content"].startswith("Say")
+            ReplyCache(Path("cache.sqlite"))
+            assert [moved_to(), moved_to()] == [str(here / "elsewhere"), None]
+    assert Path.cwd() == here
+    assert absolute("a/b") == here / "a" / "b"
+
+
+def test_a_directory_that_is_gone_does_no_harm(here: Path) -> None:
+    (here / "gone").mkdir()
+    with keep_directory():
+        os.chdir("gone")
+        (here / "gone").rmdir()
+        assert absolute("a") == here / "a"
+        assert moved_to() is not None
+        assert make_env("tasks", OPTIONS).reset()[0][0]["content"].startswith("Say")
+    assert Path.cwd() == here
