@@ -19,7 +19,6 @@ from pydantic import Field
 
 import agentrl
 from agentrl import ConfigError, EnvironmentFailure, ExecResult, Language, SandboxConfig
-from agentrl.data.files import absolute
 from agentrl_envs.data import read_yaml
 from agentrl_envs.sandboxes.files import Files, FileSandbox, packed, unpacked
 from agentrl_envs.sandboxes.unsafe import Finished, limit, run_process
@@ -247,7 +246,7 @@ def _bubblewrap(config: BubblewrapConfig, filter_fd: int) -> list[str]:
 
 @cache
 def _python(python: str | None) -> str:
-    return os.path.realpath(absolute(python or sys.executable))
+    return os.path.realpath(python or sys.executable)
 
 
 @cache
