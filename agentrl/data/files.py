@@ -62,6 +62,28 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+_SAME = re.compile(r"[-+]?(0|[1-9]\d*)|0x[\da-fA-F]+|[^_:]*[.eE][^_:]*")
+"""Numbers that mean the same in YAML 1.1, which PyYAML reads, and in 1.2."""
+
+
+def _refuse_other_versions(name: str) -> None:
+    """Let the loader refuse a scalar of a kind that YAML 1.2 reads as something else: `010`, `1_0`, `1:30`."""
+    construct: Any = getattr(yaml.SafeLoader, f"construct_yaml_{name}")
+
+    def construct_same(loader: _Loader, node: yaml.ScalarNode) -> Any:
+        value, text = construct(loader, node), str(node.value)
+        if _SAME.fullmatch(text):
+            return value
+        words = f"{text!r} is {json.dumps(value)} in YAML 1.1 and something else in 1.2; write {json.dumps(value)}, or "
+        raise yaml.constructor.ConstructorError(None, None, f"{words}{text!r} in quotes", node.start_mark)
+
+    _Loader.add_constructor(f"tag:yaml.org,2002:{name}", construct_same)
+
+
+for _kind in ("int", "float"):
+    _refuse_other_versions(_kind)
+
+
 class _Dumper(yaml.SafeDumper):
     """Writes text that looks like a number in quotes."""
 

@@ -55,12 +55,13 @@ def test_paths_of_a_recipe_begin_in_the_directory_of_the_start(here: Path) -> No
     (here / "model").mkdir()
     (here / "x.jinja").write_text("{{ messages }}")
     (here / "elsewhere").mkdir()
+    nothing: Any = None
     with keep_directory():
         os.chdir("elsewhere")
         with keep_directory():
             assert local_folder("./model") == here / "model"
             chat = load_recipe(None, ["--chat.renderer", "template", "--chat.template", "x.jinja"]).chat
-            assert chat.exported_template(None) == "{{ messages }}"
+            assert chat.exported_template(nothing) == "{{ messages }}"
             assert make_env("tasks", OPTIONS).reset()[0][0]["content"].startswith("Say")
             ReplyCache(Path("cache.sqlite"))
             assert [moved_to(), moved_to()] == [str(here / "elsewhere"), None]
