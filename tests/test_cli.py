@@ -477,6 +477,26 @@ def fail_in_train(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, has_
     monkeypatch.setattr(loop, "train", train)
 
 
+INTERRUPTED_IMPORT = """
+import sys
+class Interrupting:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting)
+from agentrl.cli import main
+main(["fields"])
+"""
+
+
+@pytest.mark.process
+@each("module", ["agentrl.cli.entry", "agentrl.cli.doctor"])
+def test_a_command_that_is_interrupted_while_it_is_imported_ends_in_one_line(module: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT, module], capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"agentrl: interrupted\n")
+
+
 def test_an_interrupted_run_is_told_by_its_folder(agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_in_train(monkeypatch, KeyboardInterrupt())
     status, out, err = agentrl("train", "tiny.yaml")

@@ -105,8 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")  # what models say has letters that not every terminal knows
     # peft imports bitsandbytes, which warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    options, rest = make_parser().parse_known_args(arguments)
     with exits(), keep_directory():
+        options, rest = make_parser().parse_known_args(arguments)
         if "--" in (sys.argv if arguments is None else arguments):
             raise ConfigError("-- means nothing to agentrl; leave it out")
         _look_for_modules_here(options)
