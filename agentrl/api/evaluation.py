@@ -15,7 +15,7 @@ from agentrl.api.target import (
     without_running_loop,
 )
 from agentrl.credit import Credit
-from agentrl.data.files import keep_directory
+from agentrl.data.files import keep_process
 from agentrl.recipe.config import Recipe
 from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.report.records import pieces_of, records
@@ -28,7 +28,7 @@ from agentrl.run.evaluate import evaluate as evaluate_parts
 from agentrl.run.start import reuse_environments
 
 
-@keep_directory()
+@keep_process()
 def evaluate(
     target: Target = None,
     *,

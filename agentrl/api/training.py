@@ -28,7 +28,7 @@ from agentrl.api.target import (
     without_running_loop,
 )
 from agentrl.api.trained_run import TrainedRun
-from agentrl.data.files import absolute, dump_yaml, keep_directory, shown
+from agentrl.data.files import absolute, dump_yaml, keep_process, shown
 from agentrl.distributed.checkpoints import newest_step
 from agentrl.errors import ConfigError, TrainingError, UserError
 from agentrl.recipe import registry
@@ -152,7 +152,7 @@ OnStep = Callable[[dict[str, float]], object]
 """Told the metrics of a step, with its number as `step`."""
 
 
-@keep_directory()
+@keep_process()
 def train(
     recipe: Target = None,
     *,

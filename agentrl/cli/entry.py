@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
+from typing import TextIO
 
 from agentrl.cli.commands import make_parser, rank, world_size
-from agentrl.data.files import absolute, keep_directory, shown
+from agentrl.data.files import absolute, keep_process, shown
 from agentrl.errors import AgentRLError, ConfigError, UserError
 from agentrl.report.terminal import Console
 from agentrl.run import launch
@@ -32,10 +33,11 @@ def exits(run_dir: Path | None = None) -> Iterator[None]:
         run_dir: of the run under way: if it has begun, it is told how to resume it. None: there is no run.
     """
     name = f"agentrl, process {rank()} of {world_size()}" if world_size() > 1 else "agentrl"
-    console = Console(stderr=True, soft_wrap=True)
+    console, output = Console(stderr=True, soft_wrap=True), sys.stdout
     try:
         yield
-        sys.stdout.flush()
+        if output is not None and not output.closed:
+            output.flush()
     except UserError as error:
         console.print(f"{name}: {shown(error)}", style="red")
         sys.exit(launch.USER_MISTAKE)
@@ -43,7 +45,7 @@ def exits(run_dir: Path | None = None) -> Iterator[None]:
         console.print(f"{name}: {shown(error)}", style="red")
         sys.exit(_FAILURE)
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _is_unread():
+        if isinstance(error, BrokenPipeError) and _is_unread(output):
             sys.exit(_FAILURE)
         if not (words := _disk_words(error, resume_command=_resume_command(run_dir))):
             raise
@@ -58,15 +60,15 @@ def exits(run_dir: Path | None = None) -> Iterator[None]:
         sys.exit(_INTERRUPTED)
 
 
-def _is_unread() -> bool:
+def _is_unread(output: TextIO) -> bool:
     """Tell whether who read our output has gone, as `head` does; what is still to be written goes nowhere."""
     if not hasattr(select, "poll"):
         return False
-    output = select.poll()
-    output.register(sys.stdout.fileno(), 0)
-    if not any(event & select.POLLERR for _, event in output.poll(0)):
+    reader = select.poll()
+    reader.register(output.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in reader.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
     return True
 
 
@@ -105,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")  # what models say has letters that not every terminal knows
     # peft imports bitsandbytes, which warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    with exits(), keep_directory():
+    with exits(), keep_process():
         options, rest = make_parser().parse_known_args(arguments)
         if "--" in (sys.argv if arguments is None else arguments):
             raise ConfigError("-- means nothing to agentrl; leave it out")

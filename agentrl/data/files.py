@@ -8,6 +8,7 @@ import math
 import os
 import re
 import stat
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -260,10 +261,10 @@ def check_folder(path: Path) -> None:
 
 
 @contextmanager
-def keep_directory() -> Iterator[None]:
-    """Read relative paths (`absolute`) from the present working directory until the end, and return to it then.
+def keep_process() -> Iterator[None]:
+    """Read relative paths (`absolute`) from the present working directory; at the end, restore it and the standard streams.
 
-    An environment may change the directory of the whole process meanwhile. Within one another, the outermost decides.
+    An environment may change all three for the whole process. Within one another, the outermost decides.
 
     Raises:
         UserError: if the directory has been deleted.
@@ -276,9 +277,11 @@ def keep_directory() -> Iterator[None]:
         _start, _is_reported = Path.cwd(), False
     except FileNotFoundError:
         raise UserError("the working directory is gone; go to one that is there") from None
+    streams = sys.stdout, sys.stderr
     try:
         yield
     finally:
+        sys.stdout, sys.stderr = streams
         with suppress(OSError):  # it has been deleted since
             os.chdir(_start)
         _start = None

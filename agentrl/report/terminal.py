@@ -8,6 +8,7 @@ A rollout in the terminal, its sampled tokens coloured by advantage.
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
@@ -64,14 +65,19 @@ def note(text: str) -> None:
 
 
 class Console(console.Console):
-    """Prints text as it is: no control characters but its own, and no brackets or colons that mean something."""
+    """Prints text as it is: no control characters but its own, and no brackets or colons that mean something.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, highlight=False, **options)
+    It prints on the stream of its beginning, whatever an environment puts in the place of that, and nowhere if it is closed.
+    """
+
+    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
+        stream = sys.stderr if stderr else sys.stdout
+        super().__init__(markup=False, emoji=False, highlight=False, **{"file": stream, "stderr": stderr, **options})
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print text as it is, and tell listeners."""
-        super().print(*objects, **options)
+        if not getattr(self.file, "closed", False):
+            super().print(*objects, **options)
         if _LISTENERS and objects and all(isinstance(shown, str | Text | Table) for shown in objects):
             plain = console.Console(
                 file=StringIO(), width=160, markup=False, emoji=False, highlight=False, soft_wrap=True

@@ -1,7 +1,9 @@
-"""An environment that changes the working directory of the process, as `os.chdir` does: for all threads."""
+"""An environment that changes what the whole process has: its working directory, its standard streams."""
 
 import json
 import os
+import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,14 @@ import pytest
 import agentrl
 from agentrl import Message, TaskEnv
 from agentrl.chat import local_folder
-from agentrl.data.files import absolute, keep_directory, moved_to
+from agentrl.data.files import absolute, keep_process, moved_to
 from agentrl.env import make_env
 from agentrl.env.rewards.judge import ReplyCache
 from agentrl.recipe.config import load_recipe
+from agentrl.report.terminal import Console, heard_by
+from agentrl_envs.key_door import KeyDoor
 from tests.api.test_training import TINY
+from tests.support.commands import run
 
 OPTIONS = {"tasks": "my.jsonl", "answer": "answer", "rewards": ["exact_match"]}
 
@@ -39,14 +44,14 @@ def test_an_environment_that_changes_the_directory_moves_neither_the_run_nor_its
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     env = {"id": Moving, "options": OPTIONS, "wrappers": [{"id": "record", "path": "played.jsonl"}]}
-    run = agentrl.train(TINY, env=env, run_dir="runs/one")
+    trained = agentrl.train(TINY, env=env, run_dir="runs/one")
     assert Path.cwd() == here
-    assert [row["step"] for row in run.metrics] == [0, 1, 2]
-    assert run.path == here / "runs" / "one"
+    assert [row["step"] for row in trained.metrics] == [0, 1, 2]
+    assert trained.path == here / "runs" / "one"
     assert (here / "played.jsonl").is_file()
-    words = f"the environment 'tests.api.test_directory:Moving' changed the working directory to {Path('/')}: "
+    words = f"the environment 'tests.api.test_process:Moving' changed the working directory to {Path('/')}: "
     assert capsys.readouterr().out.count(words) == 1
-    assert run.evaluate().metrics["episodes"] == 2
+    assert trained.evaluate().metrics["episodes"] == 2
     assert capsys.readouterr().out.count(words) == 1
     assert Path.cwd() == here
 
@@ -56,9 +61,9 @@ def test_paths_of_a_recipe_begin_in_the_directory_of_the_start(here: Path) -> No
     (here / "x.jinja").write_text("{{ messages }}")
     (here / "elsewhere").mkdir()
     nothing: Any = None
-    with keep_directory():
+    with keep_process():
         os.chdir("elsewhere")
-        with keep_directory():
+        with keep_process():
             assert local_folder("./model") == here / "model"
             chat = load_recipe(None, ["--chat.renderer", "template", "--chat.template", "x.jinja"]).chat
             assert chat.exported_template(nothing) == "{{ messages }}"
@@ -71,10 +76,45 @@ def test_paths_of_a_recipe_begin_in_the_directory_of_the_start(here: Path) -> No
 
 def test_a_directory_that_is_gone_does_no_harm(here: Path) -> None:
     (here / "gone").mkdir()
-    with keep_directory():
+    with keep_process():
         os.chdir("gone")
         (here / "gone").rmdir()
         assert absolute("a") == here / "a"
         assert moved_to() is not None
         assert make_env("tasks", OPTIONS).reset()[0][0]["content"].startswith("Say")
     assert Path.cwd() == here
+
+
+class Printed:
+    """No more than what `print` needs of a stream, and not even that."""
+
+    def write(self, text: str) -> int:
+        raise RuntimeError(text)
+
+
+class Capturing(KeyDoor):
+    def reset(self, **options: Any) -> Any:
+        sys.stdout, sys.stderr = None, Printed()  # type: ignore[assignment]
+        return super().reset(**options)
+
+
+def test_an_environment_that_replaces_the_standard_streams_hides_nothing_of_a_run(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    streams = sys.stdout, sys.stderr
+    agentrl.train(TINY, env=Capturing, run_dir="run")
+    assert (sys.stdout, sys.stderr) == streams
+    assert capsys.readouterr().out.splitlines()[-1] == "run folder: run"
+    (here / "tiny.yaml").write_text(json.dumps({**TINY, "env": {"id": "tests.api.test_process:Capturing"}}))
+    status, printed = run(["train", "tiny.yaml", "--run_dir", "other"])
+    assert (status, printed.splitlines()[-1]) == (0, "run folder: other")
+
+
+def test_a_stream_that_is_closed_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, printed = StringIO(), list[str]()
+    monkeypatch.setattr(sys, "stdout", stream)
+    console = Console()
+    stream.close()
+    with heard_by(printed.append):
+        console.print("a step")
+    assert printed == ["a step\n"]
