@@ -254,6 +254,16 @@ def numbered(folder: Path, pattern: str) -> Iterator[tuple[int, Path]]:
     yield from sorted((int(match[1]), path) for match, path in found if match)
 
 
+def check_name(path: Path, *, field: str = "") -> None:
+    """Raise ConfigError if a path is no text, or has letters that names of files do not have in this locale."""
+    try:
+        str(path).encode()  # what the file system's bytes cannot be decoded to, libraries cannot open
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        words = f"names of files are {sys.getfilesystemencoding()} in this locale, and this is none"
+        raise ConfigError(f"{field}{str(path)!a}: {words}; set PYTHONUTF8=1, or choose another name") from error
+
+
 def check_folder(path: Path) -> None:
     """Raise ConfigError where a folder is to be, and something else stands: a file, or a link that leads nowhere."""
     if os.path.lexists(path) and not path.is_dir():

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 from agentrl.data.files import (
     check_folder,
     check_links,
+    check_name,
     dump_yaml,
     numbered,
     parse,
@@ -121,6 +122,7 @@ class RunFolder:
     @staticmethod
     def check_free(path: Path) -> None:
         """Raise ConfigError where a run cannot begin in this folder."""
+        check_name(path, field="run_dir: ")
         if path.exists() and not path.is_dir():
             raise ConfigError(f"run_dir: {path} is a file; name a folder")
         if path.exists() and any(not file.name.endswith(".partial") for file in path.iterdir()):
@@ -133,6 +135,7 @@ class RunFolder:
         Raises:
             ConfigError: when the folder is not one of a run, or an entry of it is a symbolic link out of it.
         """
+        check_name(path)
         check_links(path, what="the run's folder")
         if not (path / "config.yaml").is_file():
             raise ConfigError(f"{path} is not the folder of a run: it has no config.yaml")
