@@ -70,9 +70,9 @@ class Console(console.Console):
     It prints on the stream of its beginning, whatever an environment puts in the place of that, and nowhere if it is closed.
     """
 
-    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
-        stream = sys.stderr if stderr else sys.stdout
-        super().__init__(markup=False, emoji=False, highlight=False, **{"file": stream, "stderr": stderr, **options})
+    def __init__(self, **options: Any) -> None:
+        stream = sys.stderr if options.get("stderr") else sys.stdout
+        super().__init__(markup=False, emoji=False, highlight=False, **{"file": stream, **options})
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print text as it is, and tell listeners."""

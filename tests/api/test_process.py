@@ -94,7 +94,7 @@ class Printed:
 
 class Capturing(KeyDoor):
     def reset(self, **options: Any) -> Any:
-        sys.stdout, sys.stderr = None, Printed()  # type: ignore[assignment]
+        sys.stdout, sys.stderr = None, Printed()
         return super().reset(**options)
 
 
