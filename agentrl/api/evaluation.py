@@ -84,6 +84,8 @@ def evaluated(
     def warn(words: str) -> None:
         console.print(f"warning: {words}", style="yellow")
 
+    if folder is not None and (words := folder.death()) is not None:
+        warn(words)
     with build(untrained(recipe), tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
         step = load_weights(parts, folder) if folder else 0
         parts.weight_sync.verify_and_push(0)

@@ -63,6 +63,8 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         if folder is not None and is_main():
             stack.enter_context(folder.lock())
             _check_folder(folder, is_resumed=is_resumed)
+            if (words := folder.death(is_locked=True)) is not None:
+                parts.on_warning(words)
             finish_going_back(folder)
         barrier()  # all resume from the newest checkpoint that is left
         finished_steps = 0
@@ -84,6 +86,7 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         if not folder.config_file.is_file():
             raise ConfigError(f"run_dir: process {process_index()} does not see {folder.path}; use a disk that all see")
         if is_main():
+            stack.enter_context(folder.marked())
             if not is_resumed:
                 keep_hashes(parts.pool.tasks, folder)
                 note_sources(folder, config)

@@ -20,6 +20,7 @@ from agentrl.report.terminal import Console, heard_by
 from agentrl_envs.key_door import KeyDoor
 from tests.api.test_training import TINY
 from tests.support.commands import run
+from tests.support.processes import Command
 
 OPTIONS = {"tasks": "my.jsonl", "answer": "answer", "rewards": ["exact_match"]}
 
@@ -108,6 +109,40 @@ def test_an_environment_that_replaces_the_standard_streams_hides_nothing_of_a_ru
     (here / "tiny.yaml").write_text(json.dumps({**TINY, "env": {"id": "tests.api.test_process:Capturing"}}))
     status, printed = run(["train", "tiny.yaml", "--run_dir", "other"])
     assert (status, printed.splitlines()[-1]) == (0, "run folder: other")
+
+
+LEAVING = """
+import os
+from pathlib import Path
+from agentrl_envs.key_door import KeyDoor
+
+class Leaving(KeyDoor):
+    def reset(self, **options):
+        if Path("run/checkpoints/step-000001").is_dir() and not Path("left").exists():
+            Path("left").touch()
+            os._exit(0)
+        return super().reset(**options)
+"""
+
+
+@pytest.mark.process
+def test_a_process_that_an_environment_ends_is_told_of_by_the_next_command(here: Path) -> None:
+    (here / "leaving.py").write_text(LEAVING)
+    (here / "tiny.yaml").write_text(json.dumps({**TINY, "env": {"id": "leaving:Leaving"}}))
+    ended = Command("train", "tiny.yaml", "--run_dir", "run", "--train.checkpoint_every", "1")
+    ended.finish()
+    assert "training 2/2" not in ended.out
+    words = "ended without a word: it was killed (perhaps for its memory), or an environment or a library ended it (os._exit)"
+    asked = Command("eval", "run")
+    asked.finish()
+    assert asked.out.count(f"which trained {here / 'run'} since ") == asked.out.count(words) == 1
+    resumed = Command("train", "run")
+    resumed.finish()
+    assert resumed.out.count(words) == 1
+    again = Command("train", "run", "--train.steps", "3")
+    again.finish()
+    assert words not in again.out
+    assert not (here / "run" / "training.json").exists()
 
 
 def test_a_stream_that_is_closed_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
