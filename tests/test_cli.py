@@ -183,7 +183,7 @@ def test_a_process_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["nowhere.yaml"], "cannot read the recipe nowhere.yaml: No such file or directory"),
-        (["."], ". is not the folder of a run: it has no config.yaml"),
+        (["."], "HERE is not the folder of a run: it has no config.yaml"),
         (["tiny.yaml", "--sed", "3"], "--sed: no such option. Did you mean '--seed'?"),
         (
             ["tiny.yaml", "--rollout.group_sise=3"],
@@ -242,7 +242,7 @@ def test_a_recipe_that_cannot_be_carried_out_is_refused_and_leaves_no_trace(
     target, *overrides = arguments
     run_dir = [] if target == "." or "--run_dir" in overrides else ["--run_dir", "run"]
     status, out, err = agentrl("train", target, *overrides, *run_dir)
-    assert (status, err) == (2, f"agentrl: {words}\n")
+    assert (status, err) == (2, f"agentrl: {words}\n".replace("HERE", str(Path.cwd())))
     if not words.startswith(("env", "model", "rollout.max_context")):  # those show when the parts are built
         assert out == ""
     assert files(Path()) == GIVEN | {"full", "full/thesis.txt"}
@@ -475,6 +475,26 @@ def fail_in_train(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, has_
         raise error
 
     monkeypatch.setattr(loop, "train", train)
+
+
+INTERRUPTED_IMPORT = """
+import sys
+class Interrupting:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting)
+from agentrl.cli import main
+main(["fields"])
+"""
+
+
+@pytest.mark.process
+@each("module", ["agentrl.cli.entry", "agentrl.cli.doctor"])
+def test_a_command_that_is_interrupted_while_it_is_imported_ends_in_one_line(module: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT, module], capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"agentrl: interrupted\n")
 
 
 def test_an_interrupted_run_is_told_by_its_folder(agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel
 
 from agentrl.chat import AutoConfig, ChatMLConfig, RendererConfig, TemplateConfig
+from agentrl.data.files import dump_yaml, parse_yaml
 from agentrl.errors import ConfigError
 from agentrl.recipe.config import Recipe, load_recipe, plan
 from agentrl.recipe.plugin import Plugin
@@ -533,6 +534,30 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path: Path) -> None:
     )
     assert message(file, "- train") == f"the recipe {file} must be a mapping of sections, got list"
     assert message(file, "# nothing yet") == f"the recipe {file} must be a mapping of sections, got NoneType"
+
+
+@each(
+    ("text", "words"),
+    [
+        ("010", "'010' is 8 in YAML 1.1 and something else in 1.2; write 8, or '010' in quotes"),
+        ("1_0", "'1_0' is 10 in YAML 1.1 and something else in 1.2; write 10, or '1_0' in quotes"),
+        ("1:30", "'1:30' is 90 in YAML 1.1 and something else in 1.2; write 90, or '1:30' in quotes"),
+        ("0b11", "'0b11' is 3 in YAML 1.1 and something else in 1.2; write 3, or '0b11' in quotes"),
+        ("1_0.5", "'1_0.5' is 10.5 in YAML 1.1 and something else in 1.2; write 10.5, or '1_0.5' in quotes"),
+        ("1_0e2", "'1_0e2' is 1000.0 in YAML 1.1 and something else in 1.2; write 1000.0, or '1_0e2' in quotes"),
+    ],
+)
+def test_what_two_versions_of_yaml_read_differently_is_refused(text: str, words: str, file: Path) -> None:
+    told = message(file, f"train:\n  steps: {text}")
+    assert told == f"the recipe {file} is not valid YAML: {words} (line 2, column 10)"
+
+
+def test_numbers_that_all_versions_of_yaml_read_alike_are_read() -> None:
+    text = "[0, -7, +7, 0x1f, 1.5, .5, 1e-3, 1.e+3, .inf, '010', '1_0', 09]"
+    inf = float("inf")
+    read = parse_yaml(text, where="it")
+    assert read == [0, -7, 7, 31, 1.5, 0.5, 1e-3, 1000.0, inf, "010", "1_0", "09"]
+    assert parse_yaml(dump_yaml(read), where="it") == read
 
 
 def test_a_key_that_stands_twice_is_refused_because_yaml_would_drop_one(file: Path) -> None:

@@ -298,3 +298,36 @@ def test_a_number_of_a_command_line_that_is_out_of_range_is_refused(
         status, printed = run([*command.split(), *targets, option, value])
         assert (status, printed.count("\n")) == (2, 1), printed
         assert printed.startswith(f"agentrl: {words}")
+
+
+LINKED = [".lock", "log.txt", "config.yaml", "metrics.jsonl", "rollouts/step-000002.jsonl", "tokenizer/tokenizer.json"]
+
+
+@each("name", [*LINKED, "checkpoints", "journal", "rollouts", ".reference.partial"])
+def test_an_entry_that_links_out_of_a_run_is_followed_by_no_command(
+    name: str, runs: tuple[RunFolder, RunFolder], tmp_path: Path
+) -> None:
+    folder, outside = RunFolder(tmp_path / "run"), tmp_path / "outside"
+    shutil.copytree(runs[0].path, folder.path)
+    rollouts = folder.rollouts()[0]
+    outside.mkdir()
+    entry, target = folder.path / name, outside / Path(name).name
+    if entry.exists():
+        entry.rename(target)
+    entry.symlink_to(target)
+    before = {path: path.is_file() and path.read_bytes() for path in outside.rglob("*")}
+    reading = commands(rollouts, folder, runs[1], tmp_path / "out.html")
+    writing = [[name, str(folder.path)] for name in ("train", "launch", "eval", "doctor", "serve", "chat", "plan")]
+    for arguments in [*reading.values(), *writing, ["export", str(folder.path), str(tmp_path / "model")]]:
+        arguments += ["--processes", "2"] if arguments[0] == "launch" else []
+        words = f"agentrl: {entry}: a symbolic link out of the run's folder; put what it leads to in its place\n"
+        assert run(arguments) == (2, words), arguments
+    assert {path: path.is_file() and path.read_bytes() for path in outside.rglob("*")} == before
+
+
+def test_a_run_behind_a_link_and_links_within_it_are_as_good_as_others(
+    runs: tuple[RunFolder, RunFolder], tmp_path: Path
+) -> None:
+    (tmp_path / "run").symlink_to(shutil.copytree(runs[0].path, tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere" / "newest.jsonl").symlink_to(Path("rollouts", "step-000002.jsonl"))
+    assert RunFolder.open(tmp_path / "run").last_step() == STEPS

@@ -15,6 +15,7 @@ from agentrl.api.target import (
     without_running_loop,
 )
 from agentrl.credit import Credit
+from agentrl.data.files import keep_process
 from agentrl.recipe.config import Recipe
 from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.report.records import pieces_of, records
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from agentrl.recipe.sections import ModelSection, Sections
 
 
+@keep_process()
 def evaluate(
     target: Target = None,
     *,
@@ -85,6 +87,8 @@ def evaluated(
     def warn(words: str) -> None:
         console.print(f"warning: {words}", style="yellow")
 
+    if folder is not None and (words := folder.death()) is not None:
+        warn(words)
     with build(untrained(recipe), tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
         step = load_weights(parts, folder) if folder else 0
         parts.weight_sync.verify_and_push(0)

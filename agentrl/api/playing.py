@@ -12,6 +12,7 @@ import numpy as np
 
 from agentrl.api.evaluation import evaluated
 from agentrl.api.target import load_to_play, look_for_modules_here, sections, without_running_loop
+from agentrl.data.files import keep_process
 from agentrl.data.plain import abbreviated, line_of, plain_data, printable
 from agentrl.env import MessageEnv, as_message, base_env, close_env, describe
 from agentrl.env.message_env import is_message
@@ -97,6 +98,7 @@ def play_episode(
     )
 
 
+@keep_process()
 def play(
     env: Any = None,
     model: str | os.PathLike[str] | None = None,

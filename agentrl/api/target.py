@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pydantic import BaseModel
 
 from agentrl.credit import CreditScheme
+from agentrl.data.files import absolute
 from agentrl.data.plain import PlainDataError, abbreviated, plain_data
 from agentrl.errors import ConfigError
 from agentrl.recipe.plugin import Plugin
@@ -131,6 +132,7 @@ def load(
         return load_recipe(target and sections(target), overrides, changes=changes), None
     path = find(Path(target))
     if path.is_dir():
+        path = absolute(path)
         return _of_run(path, overrides, changes or {}), path
     return load_recipe(path, overrides, changes=changes), None
 
@@ -157,7 +159,7 @@ def look_for_modules_here(target: Target) -> None:
 
     Not where that is a run's, of anyone.
     """
-    here = Path.cwd()
+    here = absolute("")
     is_of_run = (
         isinstance(target, str | os.PathLike) and Path(target).is_dir() and here.is_relative_to(Path(target).resolve())
     )

@@ -25,7 +25,7 @@ from agentrl.api.target import (
     without_running_loop,
 )
 from agentrl.api.trained_run import TrainedRun
-from agentrl.data.files import dump_yaml
+from agentrl.data.files import absolute, dump_yaml, keep_process, shown
 from agentrl.distributed.checkpoints import newest_step
 from agentrl.errors import ConfigError, TrainingError, UserError
 from agentrl.recipe import registry
@@ -85,7 +85,7 @@ def progress(console: Console, *, verbose: bool = False) -> Iterator[Any]:
 def print_end(console: Console, folder: "RunFolder", recipe: "Recipe") -> None:
     """Print what a run came to, and where it is."""
     console.print(summary(folder.metrics(), recipe.evaluation.samples))
-    console.print(f"run folder: {folder.path}")
+    console.print(f"run folder: {shown(folder.path)}")
 
 
 def summary(rows: list[dict[str, float]], samples: int) -> str:
@@ -152,6 +152,7 @@ OnStep = Callable[[dict[str, float]], object]
 """Callback that gets the metrics of each step, with its number as `step`."""
 
 
+@keep_process()
 def train(
     recipe: Target = None,
     *,
@@ -217,12 +218,14 @@ def with_run_dir(recipe: Recipe, run_dir: Path | None, *, name: str, is_main: bo
     if recipe.run_dir is None:
         first = f"{name}-{dt.datetime.now():%Y%m%d-%H%M%S}"  # local time: a name for a person
         names = chain([first], (f"{first}-{number}" for number in count(2)))  # a tiny run takes less than a second
-        free = next(path for name in names if not (path := Path("runs") / name).exists())
+        free = next(path for name in names if not (path := absolute(f"runs/{name}")).exists())
         return recipe.model_copy(update={"run_dir": free})
+    folder = absolute(recipe.run_dir)
+    recipe = recipe.model_copy(update={"run_dir": folder})
     if not is_main:
         return recipe
     if run_dir is None:
-        RunFolder.check_free(recipe.run_dir)  # before the work of building a model
+        RunFolder.check_free(folder)  # before the work of building a model
         return recipe
     done = newest_step(RunFolder.open(run_dir).checkpoints)
     if done is not None and recipe.train.steps < done:
@@ -267,7 +270,7 @@ def _run(
     for name, value in plan(recipe).items():
         table.add_row(name, value)
     console.print(table)
-    console.print(f"run folder: {recipe.run_dir}")
+    console.print(f"run folder: {shown(recipe.run_dir)}")
     teller = Console(soft_wrap=True) if console.quiet else console
 
     def warn(words: str) -> None:

@@ -24,6 +24,7 @@ from agentrl.chat.renderer import (
     prepared,
     stop_ids,
 )
+from agentrl.data.files import absolute
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -198,6 +199,6 @@ def template_text(tokenizer: Any, config: TemplateConfig, name: str) -> str:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return absolute(file).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise RendererError(f"chat.template: {file} cannot be read: {error}") from error

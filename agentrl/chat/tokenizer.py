@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from agentrl.chat.chatml import END, START
 from agentrl.chat.forms.json_calls import CLOSE, OPEN
 from agentrl.chat.renderer import GENERATION_ENDS
-from agentrl.data.files import damage
+from agentrl.data.files import absolute, damage
 from agentrl.errors import ConfigError
 
 PAD = "<|endoftext|>"
@@ -83,7 +83,7 @@ def _generation_ends(source: str) -> tuple[int, ...]:
 def local_folder(name_or_path: str) -> Path | None:
     """Return the folder that a model's name means. None: it is a name of the hub, `owner/model`."""
     is_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1
-    return Path(name_or_path).expanduser() if is_path else None
+    return absolute(name_or_path) if is_path else None
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:

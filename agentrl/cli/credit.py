@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.cli.commands import Commands, first_line
-from agentrl.cli.show import add_rollouts, read_rollouts
+from agentrl.cli.show import add_rollouts, read_rollouts, rollout_files
 from agentrl.data.files import parse_yaml
 from agentrl.errors import ConfigError, CreditError
 from agentrl.report.terminal import Console
@@ -90,13 +90,9 @@ def _explain(options: argparse.Namespace, rest: list[str]) -> None:
 
 def _advise(options: argparse.Namespace, _: list[str]) -> None:
     from agentrl.report.advise import advise, read_map, show
-    from agentrl.report.folder import RunFolder
     from agentrl.report.records import groups_of, read_records
 
-    files = RunFolder.open(options.target).rollouts() if options.target.is_dir() else [options.target]
-    if not all(file.is_file() for file in files):
-        raise ConfigError(f"there is no {options.target}")
-    groups = [group for file in files for group in groups_of(read_records(file))]
+    groups = [group for file in rollout_files(options.target) for group in groups_of(read_records(file))]
     if (shown := show(groups)) is None:
         raise ConfigError(
             f"{options.target} has no rollouts of usable episodes (report.rollouts_every says how often they are written)"

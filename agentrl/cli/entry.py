@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
+from typing import TextIO
 
 from agentrl.cli.commands import make_parser, rank, world_size
+from agentrl.data.files import absolute, keep_process, shown
 from agentrl.errors import AgentRLError, ConfigError, UserError
 from agentrl.report.terminal import Console
 from agentrl.run import launch
@@ -28,22 +30,23 @@ def exits(run_dir: Path | None = None) -> Iterator[None]:
         run_dir: of the run under way: if it has begun, the command that resumes it is printed. None: there is no run.
     """
     name = f"agentrl, process {rank()} of {world_size()}" if world_size() > 1 else "agentrl"
-    console = Console(stderr=True, soft_wrap=True)
+    console, output = Console(stderr=True, soft_wrap=True), sys.stdout
     try:
         yield
-        sys.stdout.flush()
+        if output is not None and not output.closed:
+            output.flush()
     except UserError as error:
-        console.print(f"{name}: {error}", style="red")
+        console.print(f"{name}: {shown(error)}", style="red")
         sys.exit(launch.USER_MISTAKE)
     except AgentRLError as error:
-        console.print(f"{name}: {error}", style="red")
+        console.print(f"{name}: {shown(error)}", style="red")
         sys.exit(_FAILURE)
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _is_unread():
+        if isinstance(error, BrokenPipeError) and _is_unread(output):
             sys.exit(_FAILURE)
         if not (words := _disk_words(error, resume_command=_resume_command(run_dir))):
             raise
-        console.print(f"{name}: {words}", style="red")
+        console.print(f"{name}: {shown(words)}", style="red")
         sys.exit(launch.USER_MISTAKE)
     except KeyboardInterrupt:
         resume_command = _resume_command(run_dir)
@@ -54,15 +57,15 @@ def exits(run_dir: Path | None = None) -> Iterator[None]:
         sys.exit(_INTERRUPTED)
 
 
-def _is_unread() -> bool:
+def _is_unread(output: TextIO) -> bool:
     """Return whether who read our output has gone, as `head` does; what is still to be written goes nowhere."""
     if not hasattr(select, "poll"):
         return False
-    output = select.poll()
-    output.register(sys.stdout.fileno(), 0)
-    if not any(event & select.POLLERR for _, event in output.poll(0)):
+    reader = select.poll()
+    reader.register(output.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in reader.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
     return True
 
 
@@ -71,7 +74,7 @@ def _resume_command(run_dir: Path | None) -> str | None:
     if run_dir is None or not (run_dir / "config.yaml").is_file():
         return None
     how = "train" if world_size() == 1 else f"launch --processes {world_size()}"
-    return f"`agentrl {how} {shlex.quote(str(run_dir))}`"
+    return f"`agentrl {how} {shlex.quote(shown(run_dir))}`"
 
 
 def _disk_words(error: OSError, *, resume_command: str | None) -> str | None:
@@ -101,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")  # what models say has letters that not every terminal knows
     # peft imports bitsandbytes, which warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    options, rest = make_parser().parse_known_args(arguments)
-    with exits():
+    with exits(), keep_process():
+        options, rest = make_parser().parse_known_args(arguments)
         if "--" in (sys.argv if arguments is None else arguments):
             raise ConfigError("-- means nothing to agentrl; leave it out")
         _look_for_modules_here(options)
@@ -113,10 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _look_for_modules_here(options: argparse.Namespace) -> None:
     """Let `module:Class` mean a file of the working directory, as with `python -m`; not where that is a run's, of anyone."""
-    try:
-        here = Path.cwd()
-    except FileNotFoundError:
-        raise UserError("the working directory is gone; go to one that is there") from None
+    here = absolute("")
     runs = getattr(options, "targets", None) or [getattr(options, "target", None)]
     if not any(run and run.is_dir() and here.is_relative_to(run.resolve()) for run in runs):
         sys.path.insert(0, str(here))

@@ -42,15 +42,29 @@ def read_rollouts(options: argparse.Namespace) -> "tuple[list[TrajectoryRecord],
         if not everyone:
             raise ConfigError(f"{path} has no episode whose environment failed")
         return everyone, _chosen(everyone, options, path)
-    if path.is_dir():
-        files = RunFolder.open(path).rollouts()
-        if not files:
-            raise ConfigError(f"{path} has no rollouts yet (report.rollouts_every says how often they are written)")
-        path = files[-1]
-    if not path.is_file():
-        raise ConfigError(f"there is no {path}")
-    everyone = list(read_records(path))
-    return everyone, _chosen(everyone, options, path)
+    files = rollout_files(path)
+    if not files:
+        raise ConfigError(f"{path} has no rollouts yet (report.rollouts_every says how often they are written)")
+    everyone = list(read_records(files[-1]))
+    return everyone, _chosen(everyone, options, files[-1])
+
+
+def rollout_files(target: Path) -> list[Path]:
+    """List the rollout files of a run's folder, oldest first; or the one file that is named.
+
+    Raises:
+        ConfigError: if there is none of that name, or its run's folder cannot be opened.
+    """
+    from agentrl.report.folder import RunFolder
+    from agentrl.report.terminal import run_of
+
+    if target.is_dir():
+        return RunFolder.open(target).rollouts()
+    if not target.is_file():
+        raise ConfigError(f"there is no {target}")
+    if (run := run_of(target)) is not None:
+        RunFolder.open(run)
+    return [target]
 
 
 def _show(options: argparse.Namespace, _: list[str]) -> None:

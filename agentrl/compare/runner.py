@@ -18,7 +18,7 @@ from typing import IO, Any
 import yaml
 
 from agentrl.compare.curves import RecordedRun, identity, read_run
-from agentrl.data.files import dump_yaml
+from agentrl.data.files import check_links, dump_yaml, write_whole
 from agentrl.errors import ConfigError
 from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.report.folder import RunFolder
@@ -115,15 +115,17 @@ def make_arms(
 
 
 def check_sources(runs: Sequence[PlannedRun]) -> None:
-    """See that what has begun was trained on the code that is there now.
+    """Check that what has begun was trained on the code that is there now, and that all is written where it stands.
 
     Raises:
-        ConfigError: naming what has changed since, and what to do.
+        ConfigError: naming what has changed since, or a link out of a recipe's folder, and what to do.
     """
     changed: dict[str, set[str]] = {}
+    for folder in {run.arm.folder for run in runs}:
+        check_links(folder, what="the recipe's folder")
     for run in runs:
         if run.has_begun:
-            began, now = read_sources(RunFolder(run.folder)), sources(run.arm.recipe.model_dump(mode="json"))
+            began, now = read_sources(RunFolder.open(run.folder)), sources(run.arm.recipe.model_dump(mode="json"))
             for module in differing(began, now):
                 changed.setdefault(module, set()).add(str(run.arm.folder))
     if changed:
@@ -157,7 +159,7 @@ def write_recipe(arm: Arm) -> None:
     """Write the recipe that the runs begin with."""
     arm.folder.mkdir(parents=True, exist_ok=True)
     said: dict[str, Any] = arm.recipe.model_dump(mode="json", exclude={"run_dir"})
-    (arm.folder / "recipe.yaml").write_text(dump_yaml(said), encoding="utf-8")
+    write_whole(arm.folder / "recipe.yaml", dump_yaml(said))
 
 
 def _arm(name: str, recipe: Recipe, folder: Path, stem: str) -> Arm:

@@ -8,16 +8,17 @@ import math
 import os
 import re
 import stat
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, UserError
 
 T = TypeVar("T")
 
@@ -31,6 +32,11 @@ _FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+\Z")
 
 _LONG = re.compile(r"\d{20,300}")
 """A bound of a number, as pydantic writes it out."""
+
+_start: Path | None = None
+"""Working directory at the start of the command or call that runs. None: none does."""
+_is_reported = False
+"""Whether `moved_to` has returned the directory in which an environment has left the process."""
 
 MAX_DEPTH = 200
 """Depth of lists and mappings within one another, in a file: pydantic writes no more than 255."""
@@ -55,6 +61,28 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
+
+
+_SAME = re.compile(r"[-+]?(0|[1-9]\d*)|0x[\da-fA-F]+|[^_:]*[.eE][^_:]*")
+"""Numbers that mean the same in YAML 1.1, which PyYAML reads, and in 1.2."""
+
+
+def _refuse_other_versions(name: str) -> None:
+    """Let the loader refuse a scalar of a kind that YAML 1.2 reads as something else: `010`, `1_0`, `1:30`."""
+    construct: Any = getattr(yaml.SafeLoader, f"construct_yaml_{name}")
+
+    def construct_same(loader: _Loader, node: yaml.ScalarNode) -> Any:
+        value, text = construct(loader, node), str(node.value)
+        if _SAME.fullmatch(text):
+            return value
+        words = f"{text!r} is {json.dumps(value)} in YAML 1.1 and something else in 1.2; write {json.dumps(value)}, or "
+        raise yaml.constructor.ConstructorError(None, None, f"{words}{text!r} in quotes", node.start_mark)
+
+    _Loader.add_constructor(f"tag:yaml.org,2002:{name}", construct_same)
+
+
+for _kind in ("int", "float"):
+    _refuse_other_versions(_kind)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -226,10 +254,89 @@ def numbered(folder: Path, pattern: str) -> Iterator[tuple[int, Path]]:
     yield from sorted((int(match[1]), path) for match, path in found if match)
 
 
+def check_name(path: Path, *, field: str = "") -> None:
+    """Raise ConfigError if a path is no text, or has letters that names of files do not have in this locale."""
+    try:
+        str(path).encode()  # what the file system's bytes cannot be decoded to, libraries cannot open
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        words = f"names of files are {sys.getfilesystemencoding()} in this locale, and this is none"
+        raise ConfigError(f"{field}{str(path)!a}: {words}; set PYTHONUTF8=1, or choose another name") from error
+
+
 def check_folder(path: Path) -> None:
     """Raise ConfigError if a folder is to be, and something else stands: a file, or a link that leads nowhere."""
     if os.path.lexists(path) and not path.is_dir():
         raise ConfigError(f"{path}: it is no folder; move it away")
+
+
+@contextmanager
+def keep_process() -> Iterator[None]:
+    """Read relative paths (`absolute`) from the present working directory; at the end, restore it and the standard streams.
+
+    An environment may change all three for the whole process. Within one another, the outermost decides.
+
+    Raises:
+        UserError: if the directory has been deleted.
+    """
+    global _start, _is_reported
+    if _start is not None:
+        yield
+        return
+    try:
+        _start, _is_reported = Path.cwd(), False
+    except FileNotFoundError:
+        raise UserError("the working directory is gone; go to one that is there") from None
+    streams = sys.stdout, sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+        with suppress(OSError):  # it has been deleted since
+            os.chdir(_start)
+        _start = None
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Return a path from the working directory at the start, or from the user's home directory if it begins with `~`."""
+    path = Path(path).expanduser()
+    return path if path.is_absolute() else (_start or Path.cwd()) / path
+
+
+def shown(text: object) -> str:
+    """Return a path, or a text with paths, as a person writes them in the working directory of the start: relative to it."""
+    with suppress(FileNotFoundError):
+        if (here := absolute("")) != here.parent:
+            return re.sub(rf"(?<![\w.~/-]){re.escape(os.path.join(here, ''))}(?=[^/])", "", str(text))
+    return str(text)
+
+
+def moved_to() -> str | None:
+    """Return the working directory if it is another than at the start: once. None: it is the same, or was returned before."""
+    global _is_reported
+    try:
+        now = os.getcwd()
+    except FileNotFoundError:
+        now = "one that has been deleted"
+    if _start is None or _is_reported or now == str(_start):
+        return None
+    _is_reported = True
+    return now
+
+
+def check_links(folder: Path, *, what: str) -> None:
+    """Raise ConfigError if an entry of a folder is a symbolic link out of it, so that no entry leads to files elsewhere.
+
+    Args:
+        folder: the folder, which may itself stand behind a link.
+        what: name of the folder, for the message.
+    """
+    inside = os.path.realpath(folder)
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(place, name)
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+                raise ConfigError(f"{path}: a symbolic link out of {what}; put what it leads to in its place")
 
 
 def write_whole(path: Path, data: str | bytes | Iterable[bytes]) -> None:
@@ -264,6 +371,8 @@ def damage(folder: Path) -> str | None:
         return str(error).removesuffix("; ")
     for name, entry in files.items():
         path = folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"{folder / _LIST} names {name}, which lies elsewhere"
         if not path.is_file():
             return f"{path} is missing"
         if (size := path.stat().st_size) != entry.size:

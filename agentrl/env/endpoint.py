@@ -21,6 +21,7 @@ from typing import Annotated, Any, TypeVar
 import httpx2
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentrl.data.files import absolute
 from agentrl.data.plain import abbreviated, line_of
 from agentrl.env.background import run_in_background
 from agentrl.errors import EnvironmentFailure, UserError
@@ -37,7 +38,7 @@ class ReplyCache:
     """Texts by key. Each call opens the file for itself, so that it may come from any event loop, and from after a fork."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path.expanduser()
+        self._path = absolute(path)
 
     async def get(self, key: str) -> str | None:
         """Return what is kept under a key. None: nothing is."""

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,18 @@ from agentrl.errors import UserError
 
 _LAST_OUTPUT_S = 1.0
 """Seconds to wait for the end of the output once the process group is dead."""
+
+
+_PASSED = (
+    "HOME", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH", "SHELL",
+    "SYSTEMROOT", "TEMP", "TERM", "TMP", "TMPDIR", "TZ", "USER",
+)  # fmt: skip
+"""Variables that a program needs to run, and that hold no key."""
+
+
+def passed_variables() -> dict[str, str]:
+    """Return the variables of this process that programs inherit: none that may hold a key."""
+    return {name: os.environ[name] for name in _PASSED if name in os.environ}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +47,19 @@ class CommandResult:
 
 
 async def run_command(
-    argv: Sequence[str], *, stdin: str = "", timeout_s: float = 10.0, max_output: int = 10_000, cwd: str | None = None
+    argv: Sequence[str],
+    *,
+    stdin: str = "",
+    timeout_s: float = 10.0,
+    max_output: int = 10_000,
+    cwd: str | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> CommandResult:
     """Run a program without a shell, in its own process group, for use in coroutine tools.
 
     The whole group is killed at the deadline, on cancellation, and when the program itself ends, so that nothing it
-    started stays behind (but for a daemon that opens a session of its own; against those, use a container).
+    started stays behind (but for a daemon that opens a session of its own; against those, use a container). Of this process's
+    variables it inherits those that a program needs to run (`PATH`, `HOME`, `LANG` and the like), and no key; `env` has more.
 
     Raises:
         UserError: on Windows, which has no process groups.
@@ -55,6 +74,7 @@ async def run_command(
             lambda: _Collector(max_output),
             *argv,
             cwd=cwd,
+            env={**passed_variables(), **(env or {})},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -165,6 +185,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env=passed_variables(),
             start_new_session=True,  # an interrupt is for its parent, whose end it sees
         )
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from agentrl.data.files import read_bytes
+from agentrl.data.files import absolute, read_bytes
 from agentrl.data.plain import PlainDataError, abbreviated, line_of, plain_data
 from agentrl.env.message_env import is_message
 from agentrl.errors import UserError
@@ -50,13 +50,13 @@ def read_rows(source: str, *, field: str, subset: str | None = None) -> Iterator
         UserError: for what cannot be read, with file and row.
     """
     try:
-        path = Path(source).expanduser()
+        path = absolute(source)
         is_file, is_folder = path.is_file(), path.is_dir()
     except (ValueError, OSError, RuntimeError) as error:  # a null byte, a name that is too long, a home that is unknown
         raise UserError(f"{field}: {abbreviated(source)} is no path ({error})") from error
     if path.suffix.lower() in _READERS and not is_folder:
         if not is_file:
-            raise UserError(f"{field}: there is no file {source} (in {Path.cwd()}, from which paths are read)")
+            raise UserError(f"{field}: there is no file {source} (in {absolute('')}, from which paths are read)")
         if subset is not None:
             raise UserError(f"subset: {source} is one file, which has none; remove it")
         yield from _READERS[path.suffix.lower()](path)
@@ -145,7 +145,8 @@ def _data_set(source: str, folder: Path | None, subset: str | None) -> Iterator[
         raise UserError(f"tasks: {what}: pip install 'agentrl[datasets]'") from error
     is_saved = folder is not None and any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
-        found: Any = datasets.load_from_disk(source) if is_saved else datasets.load_dataset(source, name=subset)
+        where = str(folder or source)
+        found: Any = datasets.load_from_disk(where) if is_saved else datasets.load_dataset(where, name=subset)
     except Exception as error:  # every reader and every server has errors of its own
         raise UserError(f"tasks: {source} cannot be loaded as a data set: {line_of(error)}") from error
     splits: dict[str, Iterable[Any]] = dict(found) if isinstance(found, dict) else {"train": found}
@@ -314,7 +315,7 @@ def _load_once(options: str, *stamps: object) -> TaskTable:  # noqa: ARG001 - th
 
 def _stamp(source: str | None) -> tuple[str, int, int] | None:
     try:
-        path = Path(source or "").expanduser()
+        path = absolute(source or "")
         stat = path.stat()
     except (OSError, ValueError, RuntimeError):
         return None

@@ -11,12 +11,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from docstring_parser import parse
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticUndefinedAnnotation, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import SchemaError
 
-from agentrl.data.plain import MAX_VALUES, PlainDataError, abbreviated, plain_data, words_of
+from agentrl.data.plain import MAX_VALUES, PlainDataError, abbreviated, line_of, plain_data, words_of
 from agentrl.env.background import BlockedLoopError, awaited, run_in_background
 from agentrl.env.message_env import MessageEnv, as_message, as_number
 from agentrl.errors import EnvironmentFailure
@@ -150,8 +152,7 @@ def is_tool(function: object) -> bool:
 
 
 def _spec(name: str, function: Callable[..., Any], *, num_bound: int = 1) -> ToolSpec:
-    hints = typing.get_type_hints(function, include_extras=True)
-    parameters = [p.replace(annotation=hints.get(p.name, Any)) for p in _parameters(function, num_bound)]
+    parameters = [p.replace(annotation=_annotation(function, p.name)) for p in _parameters(function, num_bound)]
 
     def arguments(**kwargs: Any) -> dict[str, Any]:
         return kwargs
@@ -176,6 +177,26 @@ def _spec(name: str, function: Callable[..., Any], *, num_bound: int = 1) -> Too
         arguments=adapter,
         is_coroutine=inspect.iscoroutinefunction(function),
     )
+
+
+def _annotation(function: Callable[..., Any], name: str) -> Any:
+    """Return the type of a tool's parameter.
+
+    Raises:
+        TypeError: with tool, parameter and type, if no JSON schema expresses it.
+    """
+    given = inspect.get_annotations(function).get(name, Any)
+    try:
+        scope = getattr(inspect.unwrap(function), "__globals__", {})
+        hint = typing.get_type_hints(SimpleNamespace(__annotations__={name: given}), scope, include_extras=True)[name]
+        TypeAdapter(hint).json_schema()
+    except (PydanticUserError, PydanticUndefinedAnnotation, SchemaError, NameError, SyntaxError, TypeError) as error:
+        shown = given if isinstance(given, str) else inspect.formatannotation(given)
+        raise TypeError(
+            f"tool {function.__qualname__}: parameter {name!r} is annotated with {shown}, which no JSON schema expresses "
+            f"({line_of(error)[:200]}); annotate it with int, str, list[str], Literal, a pydantic model or the like"
+        ) from error
+    return hint
 
 
 def _parameters(function: Callable[..., Any], num_bound: int) -> list[inspect.Parameter]:

@@ -4,13 +4,13 @@ import copy
 import json
 import os
 import warnings
-from pathlib import Path
 from typing import Any, Self, SupportsFloat
 
 import gymnasium as gym
 from gymnasium.utils import RecordConstructorArgs
 from gymnasium.wrappers import TimeLimit as StepLimit
 
+from agentrl.data.files import absolute
 from agentrl.env.message_env import close_env
 from agentrl.types import Message
 
@@ -81,7 +81,7 @@ class Record(
             raise ValueError(f"max_bytes: {max_bytes!r} is no positive whole number")
         RecordConstructorArgs.__init__(self, path=path, max_bytes=max_bytes)
         super().__init__(env)
-        self._path, self._max_bytes = Path(path), max_bytes
+        self._path, self._max_bytes = absolute(path), max_bytes
         self._episode: dict[str, Any] | None = None
         """Episode that was played and is not written yet."""
 

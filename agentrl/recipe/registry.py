@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from agentrl.data.files import absolute
 from agentrl.data.plain import line_of
 from agentrl.errors import ConfigError
 from agentrl.recipe.foreign_names import of_value
@@ -121,7 +122,8 @@ def _module_of_script() -> str:
     if file is None:
         return "__main__"
     path = Path(file).resolve().with_suffix("")
-    parts = path.relative_to(Path.cwd()).parts if path.is_relative_to(Path.cwd()) else (path.name,)
+    here = absolute("")
+    parts = path.relative_to(here).parts if path.is_relative_to(here) else (path.name,)
     return ".".join(parts) if all(part.isidentifier() for part in parts) else "__main__"
 
 

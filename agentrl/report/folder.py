@@ -4,17 +4,22 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from itertools import count
 from pathlib import Path
+from socket import gethostname
 from typing import Annotated, Any
 
 from filelock import FileLock, Timeout
+from psutil import pid_exists
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from agentrl.data.files import (
     check_folder,
+    check_links,
+    check_name,
     dump_yaml,
     numbered,
     parse,
@@ -40,6 +45,26 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Marker of a process that trains a run: in its folder until the process ends it."""
+
+    pid: int
+    host: str
+    since: str
+    """Local time of its start."""
+
+    @classmethod
+    def now(cls) -> "Training":
+        """Return the marker of this process."""
+        return cls(pid=os.getpid(), host=gethostname(), since=datetime.now().isoformat(sep=" ", timespec="seconds"))
+
+    @property
+    def may_live(self) -> bool:
+        """Whether the process may still run: it is on another machine, or there is one of its number."""
+        return self.host != gethostname() or pid_exists(self.pid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationNote:
     """Note beside the rollouts of an evaluation."""
 
@@ -51,6 +76,7 @@ class EvaluationNote:
 
 _WARNING = TypeAdapter(Told)
 _NOTE = TypeAdapter(EvaluationNote)
+_TRAINING = TypeAdapter(Training)
 _ROLLOUTS, _EVALUATION = "step-{}.jsonl", "evaluation-{}.jsonl"
 _BEGUN = "config.begun.yaml"
 _FIX = "mend that line, or delete it"
@@ -100,6 +126,7 @@ class RunFolder:
         """There while the run goes back to before a collapse (`train.on_collapse: rewind`)."""
         self.trackers = path / "trackers.json"
         """By what each tracker finds the run again."""
+        self._training = path / "training.json"
         self._metrics = path / "metrics.jsonl"
         self._warnings = path / "warnings.jsonl"
         self._rollouts = path / "rollouts"
@@ -120,6 +147,7 @@ class RunFolder:
     @staticmethod
     def check_free(path: Path) -> None:
         """Raise ConfigError if a run cannot begin in this folder."""
+        check_name(path, field="run_dir: ")
         if path.exists() and not path.is_dir():
             raise ConfigError(f"run_dir: {path} is a file; name a folder")
         if path.exists() and any(not file.name.endswith(".partial") for file in path.iterdir()):
@@ -127,11 +155,13 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """Continue a run.
+        """Open the folder of a run, to continue or to read it.
 
         Raises:
-            ConfigError: when the folder is not one of a run.
+            ConfigError: when the folder is not one of a run, or an entry of it is a symbolic link out of it.
         """
+        check_name(path)
+        check_links(path, what="the run's folder")
         if not (path / "config.yaml").is_file():
             raise ConfigError(f"{path} is not the folder of a run: it has no config.yaml")
         return cls(path)
@@ -148,6 +178,34 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path}: another process is training this run; end it, or wait for its end"
             ) from error
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Mark the run as being trained by this process, until it ends with an error or without one."""
+        write_whole(self._training, _TRAINING.dump_json(Training.now()))
+        try:
+            yield
+        finally:
+            self._training.unlink(missing_ok=True)
+
+    def death(self, *, is_locked: bool = False) -> str | None:
+        """Return a warning if the last process that trained this run ended without one: it was killed, or ended itself.
+
+        Args:
+            is_locked: whether the run is locked, so that no other process trains it. Without, one that may still run does.
+
+        Raises:
+            ConfigError: if the marker is damaged.
+        """
+        if not os.path.lexists(self._training):
+            return None
+        last = read_json(self._training, _TRAINING, fix="delete it, and nothing is known of the last process")
+        if last.may_live and not is_locked:
+            return None
+        return (
+            f"process {last.pid}, which trained {self.path} since {last.since}, ended without a word: it was killed (perhaps "
+            "for its memory), or an environment or a library ended it (os._exit)"
+        )
 
     @property
     def config_file(self) -> Path:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
@@ -59,14 +60,19 @@ def note(text: str) -> None:
 
 
 class Console(console.Console):
-    """Prints text as it is: no control characters but its own, and no brackets or colons that mean something."""
+    """Prints text as it is: no control characters but its own, and no brackets or colons that mean something.
+
+    It prints on the stream of its beginning, whatever an environment puts in the place of that, and nowhere if it is closed.
+    """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, highlight=False, **options)
+        stream = sys.stderr if options.get("stderr") else sys.stdout
+        super().__init__(markup=False, emoji=False, highlight=False, **{"file": stream, **options})
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print text as it is, and pass it to listeners."""
-        super().print(*objects, **options)
+        if not getattr(self.file, "closed", False):
+            super().print(*objects, **options)
         if _LISTENERS and objects and all(isinstance(shown, str | Text | Table) for shown in objects):
             plain = console.Console(
                 file=StringIO(), width=160, markup=False, emoji=False, highlight=False, soft_wrap=True
@@ -157,7 +163,9 @@ Decode = Callable[[list[int]], str]
 
 def run_of(path: Path) -> Path | None:
     """Return the folder of the run that a file of rollouts, or the folder itself, belongs to. None: there is none."""
-    return next((folder for folder in (path, *path.resolve().parents[:3]) if (folder / "config.yaml").is_file()), None)
+    named = Path(os.path.abspath(path)).parents[:3]  # also of a file that links elsewhere
+    candidates = (path, *named, *path.resolve().parents[:3])
+    return next((folder for folder in candidates if (folder / "config.yaml").is_file()), None)
 
 
 def decoder(run: Path | None) -> Decode | None:

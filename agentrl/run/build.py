@@ -16,6 +16,7 @@ from accelerate.utils import set_seed
 from agentrl.chat import ChatMLRenderer, Renderer, describe, load_tokenizer
 from agentrl.chat.chat_template import TOOLS, USER
 from agentrl.credit import CreditScheme, load_credit_for
+from agentrl.data.files import absolute, moved_to
 from agentrl.distributed.processes import from_rank_zero, is_main, num_processes, process_index
 from agentrl.engine import Engine
 from agentrl.learn.learner import Learner
@@ -292,6 +293,15 @@ def _open_engine(
     )
     stack.callback(lambda: runner.run(engine.close()))
     return engine
+
+
+def warn_of_move(parts: Parts, env_id: str) -> None:
+    """Warn if an environment has changed the working directory of the process, the first time."""
+    if (now := moved_to()) is not None and is_main():
+        parts.on_warning(
+            f"the environment {env_id!r} changed the working directory to {now}: paths of the recipe still begin in "
+            f"{absolute('')}, and others of the environment's own code do not"
+        )
 
 
 def _warn_fault(faults: FaultLog, engine: Engine, on_warning: Callable[[str], object], trajectory: Trajectory) -> None:

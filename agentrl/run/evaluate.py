@@ -4,7 +4,7 @@ from agentrl.distributed.processes import is_main
 from agentrl.report.folder import RunFolder
 from agentrl.report.terminal import Panel, note_panels
 from agentrl.rollout.evaluation import Evaluation, play_evaluation, summarize_evaluation
-from agentrl.run.build import Parts
+from agentrl.run.build import Parts, warn_of_move
 from agentrl.run.weight_sync import sampled_by_all
 
 
@@ -22,6 +22,7 @@ def evaluate(parts: Parts) -> dict[str, Evaluation]:
             groups = sampled_by_all(parts.pool, parts.runner, playing)
         finally:
             pool.close()
+        warn_of_move(parts, recipe.evaluation.env.get(env.name, recipe.env).id)
         found[env.prefix] = summarize_evaluation(groups, recipe.evaluation)
     return found
 

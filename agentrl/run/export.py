@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import torch
 
 from agentrl.chat import load_tokenizer
+from agentrl.data.files import check_name
 from agentrl.distributed.checkpoints import checkpoint_errors, step_of
 from agentrl.engine.vllm.experts import routed_experts_arguments
 from agentrl.engine.vllm.launch import Server, start_server
@@ -49,6 +50,7 @@ def export(
     Raises:
         ConfigError: when the run has no checkpoint, or none that fits the recipe, or trains no adapter to write.
     """
+    check_name(folder)
     newest = newest_checkpoint(run)
     if recipe.model.name_or_path is not None:
         # Without `model.attention`, whose package may be missing: nothing attends.

@@ -19,7 +19,7 @@ from agentrl.learn.interrupt import run_until
 from agentrl.learn.metrics import fraction_too_old, mask_stale, process_metrics, rollout_metrics
 from agentrl.learn.rewarding import reward_groups
 from agentrl.report.folder import RunFolder
-from agentrl.run.build import Parts
+from agentrl.run.build import Parts, warn_of_move
 from agentrl.run.checkpoint import save
 from agentrl.run.evaluate import evaluation_metrics
 from agentrl.run.record import OnProgress, Stopwatch
@@ -85,6 +85,7 @@ def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepRes
         is_replaying = parts.pool.is_replaying
         own_groups = parts.runner.run(parts.pool.collect())
         clock.lap("collect_s")
+        warn_of_move(parts, parts.recipe.env.id)
         update = partial(credit_and_update, parts, own_groups, version=step - 1, is_replaying=is_replaying, clock=clock)
         result = while_sampling(parts.runner, update) if rollout.samples_during_update else update()
         clock.lap()

@@ -1,6 +1,6 @@
 """Begin or resume a run. Nothing is written before everything that could be refused has been checked."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -62,7 +62,7 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         is_resumed = folder is not None and bool(checkpoints(folder.checkpoints))
         if folder is not None and is_main():
             stack.enter_context(folder.lock())
-            _check_folder(folder, is_resumed=is_resumed)
+            _check_folder(folder, is_resumed=is_resumed, on_warning=parts.on_warning)
             finish_going_back(folder)
         barrier()  # all resume from the newest checkpoint that is left
         finished_steps = 0
@@ -84,6 +84,7 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         if not folder.config_file.is_file():
             raise ConfigError(f"run_dir: process {process_index()} does not see {folder.path}; use a disk that all see")
         if is_main():
+            stack.enter_context(folder.marked())
             if not is_resumed:
                 keep_hashes(parts.pool.tasks, folder)
                 note_sources(folder, config)
@@ -121,8 +122,8 @@ def _check_pairs(recipe: Recipe, credit: CreditScheme) -> None:
         )
 
 
-def _check_folder(folder: RunFolder, *, is_resumed: bool) -> None:
-    """Check the files that resuming depends on, before anything is written.
+def _check_folder(folder: RunFolder, *, is_resumed: bool, on_warning: Callable[[str], object]) -> None:
+    """Check the files that resuming depends on, before anything is written; warn if the last process was ended.
 
     Raises:
         ConfigError: if one of them is damaged, or there are steps and no checkpoint of them.
@@ -134,6 +135,8 @@ def _check_folder(folder: RunFolder, *, is_resumed: bool) -> None:
             f"{folder.path} has metrics up to step {lost[-1]:.0f}, but no checkpoint to resume from; begin another run: "
             f"agentrl train {folder.config_file} --run_dir ANOTHER_FOLDER"
         )
+    if (words := folder.death(is_locked=True)) is not None:
+        on_warning(words)
 
 
 def _prepare(parts: Parts) -> Preparation:

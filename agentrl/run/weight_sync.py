@@ -73,7 +73,9 @@ class WeightSync:
         self._pool = pool
         self._learner = learner
         self._runner = runner
-        self._seed, self._config, self._overrides = seed, config, overrides
+        self._seed = seed
+        self._config = config
+        self._overrides = overrides
         self.bound = config.agreement_bound()
         """Largest difference of log-probabilities, in nats."""
 

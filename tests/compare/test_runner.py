@@ -8,6 +8,7 @@ import pytest
 
 from agentrl.compare import runner
 from agentrl.compare.runner import Arm, PlannedRun, is_done, make_arms, run_missing
+from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
 
 
@@ -149,6 +150,14 @@ def test_an_interrupt_ends_the_runs_under_way(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(KeyboardInterrupt):
         run_missing(runs(two_arms, 2), jobs=2, on_end=interrupt)
     assert two_arms[1].run(0).folder in processes.interrupted
+
+
+def test_no_run_begins_in_a_recipes_folder_that_links_elsewhere(two_arms: list[Arm], tmp_path: Path) -> None:
+    folder = two_arms[0].folder
+    folder.mkdir(parents=True)
+    (folder / "seed-1.log").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"seed-1\.log: a symbolic link out of the recipe's folder"):
+        runner.check_sources([arm.run(1) for arm in two_arms])
 
 
 def test_threads_are_divided(monkeypatch: pytest.MonkeyPatch, two_arms: list[Arm]) -> None:

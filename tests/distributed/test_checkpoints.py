@@ -45,6 +45,8 @@ def test_what_was_sealed_is_told_from_what_it_has_become(tmp_path: Path) -> None
     assert damage(folder) == f"{folder / 'agentrl.json'} has 1 bytes of 2"
     (folder / "agentrl.json").unlink()
     assert damage(folder) == f"{folder / 'agentrl.json'} is missing"
+    (folder / "files.json").write_text('{"../outside": {"size": 1, "crc32": 1}}')
+    assert damage(folder) == f"{folder / 'files.json'} names ../outside, which lies elsewhere"
     (folder / "files.json").write_text("[]")
     assert damage(folder) == f"{folder / 'files.json'}: Input should be a valid dictionary"
     (folder / "files.json").unlink()

@@ -21,6 +21,16 @@ def run(code: str, **options: object) -> CommandResult:
     return asyncio.run(run_command([sys.executable, "-c", code], **options))  # type: ignore[arg-type]
 
 
+def test_a_command_inherits_what_it_needs_and_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    monkeypatch.setenv("SHOWN", "1")
+    code = "import os; print(*sorted(os.environ.keys() - {'LC_CTYPE'}))"
+    names = run(code, env={"SHOWN": "2"}).output.split()
+    assert {"PATH", "HOME", "SHOWN"} <= set(names)
+    assert not {"OPENAI_API_KEY", "PYTEST_CURRENT_TEST"} & set(names)
+    assert run("import os; print(os.environ['SHOWN'])", env={"SHOWN": "2"}).output == "2\n"
+
+
 DAEMON = """
 import os, time
 if os.fork():

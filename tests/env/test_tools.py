@@ -115,6 +115,34 @@ def test_a_parameter_that_no_model_could_name_is_refused_when_the_class_is_defin
         type("Many", (Shop,), {"many": tool(cast("Callable[..., Any]", many))})
 
 
+class Odd:
+    pass
+
+
+@each(
+    ("annotation", "shown"),
+    [
+        (Odd, r"tests\.env\.test_tools\.Odd"),
+        (list[Odd], r"list\[tests\.env\.test_tools\.Odd\]"),
+        (Callable[[int], int], r"collections\.abc\.Callable\[\[int\], int\]"),
+        ("Nowhere", "Nowhere"),
+        ("list[", r"list\["),
+        (3, "3"),
+    ],
+)
+def test_an_annotation_that_no_schema_expresses_is_refused_with_its_tool_and_parameter(
+    annotation: Any, shown: str
+) -> None:
+    def look(self: ToolEnv, at: int, *, with_what: Any) -> str:
+        """Look."""
+        return f"{self}: {at}, {with_what}"
+
+    look.__annotations__["with_what"] = annotation
+    words = rf"tool .*look: parameter 'with_what' is annotated with {shown}, which no JSON schema expresses \("
+    with pytest.raises(TypeError, match=words):
+        type("Looking", (Shop,), {"look": tool(cast("Callable[..., Any]", look))})
+
+
 def test_tool_call_is_the_message_that_calls_the_tool() -> None:
     assert tool_call("buy", item="tea", name="n") == {
         "role": "assistant",

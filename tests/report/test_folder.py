@@ -238,6 +238,22 @@ def test_a_warning_that_a_kill_cut_short_is_left_out(folder: RunFolder) -> None:
     assert folder.warnings() == [told, told]
 
 
+def test_a_folder_whose_name_is_no_text_in_this_locale_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = r"names of files are utf-8 in this locale, and this is none; set PYTHONUTF8=1, or choose another name$"
+    with pytest.raises(ConfigError, match=rf"^run_dir: '.*l\\udce4ufe': {words}"):
+        RunFolder.create(tmp_path / os.fsdecode(b"l\xe4ufe"), {})
+    RunFolder.create(tmp_path / "läufe", {})
+
+    def fail(path: Path) -> bytes:
+        return str(path).encode("ascii")
+
+    monkeypatch.setattr(os, "fsencode", fail)
+    with pytest.raises(ConfigError, match=rf"^'.*l\\xe4ufe': {words}"):
+        RunFolder.open(tmp_path / "läufe")
+
+
 @each("name", ["metrics.jsonl", "warnings.jsonl"])
 def test_a_file_that_links_to_itself_is_refused_and_not_taken_for_none(name: str, tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", {})

@@ -7,11 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agentrl.report.html import report
 from agentrl.report.html.live import LiveRuns
+from agentrl.report.html.page import safe_json
 from tests.support.each import each
 from tests.support.report_runs import make_run, member
 from tests.support.view_server import Server
@@ -87,12 +91,37 @@ def test_a_run_that_has_not_begun_to_train_is_waited_for(tmp_path: Path) -> None
     live = LiveRuns([folder.path])
     data = live.data()
     assert (data["curves"], data["rollouts"]) == ({}, [])
-    assert live.news(data["stamp"]) is None
+    assert live.text(safe_json, stamp=data["stamp"]) is None
     time.sleep(0.01)
     folder.add_metrics({"step": 1.0, "loss": 0.5})
-    news = live.news(data["stamp"])
+    news = live.text(safe_json, stamp=data["stamp"])
     assert news is not None
-    assert news["stamp"] > data["stamp"]
+    assert json.loads(news)["stamp"] > data["stamp"]
+
+
+def test_what_many_pages_ask_for_at_once_is_read_and_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[str]()
+
+    def report_data(*given: Any, **options: Any) -> dict[str, Any]:
+        calls.append("read")
+        return report.report_data(*given, **options)
+
+    def write(data: dict[str, Any]) -> str:
+        calls.append("write")
+        return safe_json(data)
+
+    monkeypatch.setattr("agentrl.report.html.live.report_data", report_data)
+    folder = make_run(tmp_path / "run")
+    live = LiveRuns([folder.path])
+    with ThreadPoolExecutor(60) as pool:
+        texts = set(pool.map(lambda _: live.text(write), range(60)))
+    assert (len(texts), calls) == (1, ["read", "write"])
+    time.sleep(0.01)
+    folder.add_metrics({"step": 4.0, "loss": 0.5})
+    assert live.text(write) not in texts
+    assert calls == ["read", "write"] * 2
 
 
 @each("path", ["/", "/data.json", "/data.json?stamp=1"])

@@ -30,6 +30,12 @@ def count_up(by: int = 1) -> str:
 
 
 @server.tool()
+def variable(name: str) -> str:
+    """Return a variable of the environment."""
+    return os.environ.get(name, "unset")
+
+
+@server.tool()
 async def slowly_count(seconds: float) -> str:
     """Count at once, and tell it late."""
     count_up()

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from pydantic import Field
 
+from agentrl.data.files import absolute
 from agentrl.engine.base import Engine, EngineConfig, EngineContext, KeptBase
 from agentrl.engine.vllm.common import ServerConfig, check_reloadable
 from agentrl.engine.vllm.http import ServerLostError
@@ -215,7 +216,8 @@ class VLLMServerConfig(EngineConfig):
         from agentrl.engine.vllm.server import VLLMServer
 
         check_reloadable(context.model.config)
-        folder, shard = self.server.folder or context.handover, context.shard
+        shard = context.shard
+        folder = context.handover if self.server.folder is None else absolute(self.server.folder)
         urls = self.server.urls[shard.process :: shard.num_processes]
         experts = VLLMExperts.for_model(context.model) if context.returns_experts else None
         servers = [

@@ -2,7 +2,7 @@
 
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -41,24 +41,39 @@ class LiveRuns:
         self._store = RolloutStore()
         self._seen: object = None
         self._num_read = 0
+        self._data: dict[str, Any] = {}
+        self._texts: dict[Callable[[dict[str, Any]], str], str] = {}
+        """What each function wrote of the data."""
         open_runs(folders)
 
     def data(self) -> dict[str, Any]:
         """Return the data of the page; its `stamp` is another whenever something is."""
         with self._lock:
-            seen = self._state()
-            runs = open_runs(self._folders)
-            is_whole = self._store.read(runs, seconds=_READ_S)
-            if seen != self._seen:
-                self._num_read += 1
-            self._seen = seen if is_whole else None
-            return report_data(runs, self._store, is_live=True) | {"stamp": self._num_read}
+            return self._read()
 
-    def news(self, stamp: int) -> dict[str, Any] | None:
-        """Return the data of the page; None if nothing is new since the data of this stamp."""
+    def text(self, write: Callable[[dict[str, Any]], str], *, stamp: int | None = None) -> str | None:
+        """Return the data as a function writes it: once, however many ask. None: nothing is new since the data of a stamp."""
         with self._lock:
-            is_same = stamp == self._num_read and self._seen is not None and self._state() == self._seen
-        return None if is_same else self.data()
+            known = self._num_read if self._seen is not None else None
+            data = self._read()
+            if stamp == known == self._num_read:
+                return None
+            if write not in self._texts:
+                self._texts[write] = write(data)
+            return self._texts[write]
+
+    def _read(self) -> dict[str, Any]:
+        """Read what is not read yet, and return all data."""
+        seen = self._state()
+        if self._seen is not None and seen == self._seen:
+            return self._data
+        runs = open_runs(self._folders)
+        is_whole = self._store.read(runs, seconds=_READ_S)
+        if seen != self._seen:
+            self._num_read += 1
+        self._seen = seen if is_whole else None
+        self._data, self._texts = report_data(runs, self._store, is_live=True) | {"stamp": self._num_read}, {}
+        return self._data
 
     def block(self, number: int) -> bytes | None:
         """Return the rollouts of a block, compressed; None if there is none of this number."""
@@ -84,16 +99,13 @@ def application(live: LiveRuns) -> "Starlette":
     from starlette.routing import Route
 
     def show_page(_: Request) -> Response:
-        data = live.data()
-        scripts, styles = [asset(name) for name in SCRIPTS], [asset(name) for name in STYLES]
-        text = "".join(page(title=data["title"], data=data, scripts=scripts, styles=styles, connects=True))
-        return HTMLResponse(text, headers=_HEADERS)
+        return HTMLResponse(live.text(_page), headers=_HEADERS)
 
     def show_news(request: Request) -> Response:
-        news = live.news(_number(request.query_params.get("stamp", "")))
+        news = live.text(safe_json, stamp=_number(request.query_params.get("stamp", "")))
         if news is None:
             return Response(status_code=204, headers=_HEADERS)
-        return Response(safe_json(news), media_type="application/json", headers=_HEADERS)
+        return Response(news, media_type="application/json", headers=_HEADERS)
 
     def show_block(request: Request) -> Response:
         block = live.block(_number(request.path_params["number"]))
@@ -143,6 +155,11 @@ def serve(live: LiveRuns, where: socket.socket) -> None:
         application(live), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
     )
     uvicorn.Server(config).run(sockets=[where])
+
+
+def _page(data: dict[str, Any]) -> str:
+    scripts, styles = [asset(name) for name in SCRIPTS], [asset(name) for name in STYLES]
+    return "".join(page(title=data["title"], data=data, scripts=scripts, styles=styles, connects=True))
 
 
 def _number(given: str) -> int:

@@ -48,8 +48,10 @@ from mcp.types import (
 )
 
 from agentrl import EnvironmentFailure, Message, ToolEnv, UserError
+from agentrl.data.files import absolute
 from agentrl.data.plain import line_of
 from agentrl.env import TaskEnv, ToolCallError, arguments_object
+from agentrl.env.subprocesses import passed_variables
 from agentrl_envs.adapters.common import check_arguments
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
@@ -151,6 +153,16 @@ class ServerDiedError(Exception):
     """The server is gone; the message is what is known of why."""
 
 
+def _command(
+    *, pass_env: Sequence[str] = (), env: Mapping[str, str] | None = None, cwd: str | None = None, **fields: Any
+) -> StdioServerParameters:
+    """Return how to start a server. It inherits the SDK's short list of variables, and those that `pass_env` names."""
+    if missing := [name for name in pass_env if name not in os.environ]:
+        raise ValueError(f"pass_env: the variable {missing[0]} is not set")
+    passed = {**passed_variables(), **{name: os.environ[name] for name in pass_env}, **(env or {})}
+    return StdioServerParameters(env=passed, cwd=absolute(cwd or ""), **fields)
+
+
 def target_of(option: ServerOption) -> str | StdioServerParameters | MCPServer | Server[Any]:
     """Return what the option `server` names: a URL, a command, or a server in this process.
 
@@ -167,14 +179,14 @@ def target_of(option: ServerOption) -> str | StdioServerParameters | MCPServer |
             if isinstance(found, MCPServer | Server):
                 return found
         elif isinstance(option, Mapping):
-            return StdioServerParameters(**option)
+            return _command(**option)
         elif option:
-            return StdioServerParameters(command=option[0], args=list(option[1:]))
+            return _command(command=option[0], args=list(option[1:]))
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError(f"server: {option!r} leads to no MCP server: {' '.join(str(error).split())}") from error
     raise UserError(
-        f"server: {option!r} names no MCP server; give a URL, a command as a list of words, {{command, args, env, cwd}}, or "
-        "module:name of an MCPServer"
+        f"server: {option!r} names no MCP server; give a URL, a command as a list of words, {{command, args, env, pass_env, "
+        "cwd}}, or module:name of an MCPServer"
     )
 
 
@@ -544,7 +556,7 @@ class McpEnv(ToolEnv):
         """Reach the server, and list its tools.
 
         Args:
-            server: a URL (streamable HTTP), a command as a list of words or as {command, args, env, cwd} (stdio), or
+            server: a URL (streamable HTTP), a command as a list of words or as {command, args, env, pass_env, cwd} (stdio), or
                 `module:name` of a server in this process.
             server_lives: "episode" starts one for each episode, so that nothing that it remembers goes from one to the next,
                 and a fork is a server that got the same calls; "process" uses one for all environments of the process.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from agentrl import EnvironmentFailure, Message, UserError
+from agentrl.data.files import absolute
 from agentrl_envs.adapters.common import OwnRandom, ReplayedEnv
 from agentrl_envs.options import whole_number
 
@@ -74,7 +75,7 @@ class TextWorld(ReplayedEnv):
         self.num_games = whole_number("num_games", num_games, at_least=1)
         self.num_eval_games = whole_number("num_eval_games", num_eval_games, at_least=1)
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.folder = Path(folder) if folder else cache / "agentrl" / "textworld"
+        self.folder = absolute(folder) if folder else cache / "agentrl" / "textworld"
         self.game = 0
         self.source: Any = None
         self.score = 0.0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import EnvironmentFailure, Message, ToolEnv, UserError
+from agentrl.data.files import absolute
 from agentrl_envs.options import finite_number, whole_number
 
 _SCRIPT = Path(__file__).with_name("verifiers_worker.py")
@@ -68,7 +69,12 @@ class Worker:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         try:
             self._process = subprocess.Popen(
-                self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True
+                self._argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                cwd=absolute(""),
+                start_new_session=True,
             )
         except OSError as error:
             self._stderr.close()
@@ -165,7 +171,7 @@ class Verifiers(ToolEnv):
         """
         super().__init__()
         whole_number("max_tasks", max_tasks, at_least=1)
-        python = str(Path(python).expanduser())
+        python = str(absolute(python)) if "/" in python else python
         self._key = (python, taskset, json.dumps(dict(config or {}), sort_keys=True), str(max_tasks))
         self.goal = finite_number("goal", goal)
         self.start_timeout_s = start_timeout_s

@@ -11,6 +11,7 @@ import shutil
 import struct
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -180,21 +181,28 @@ class Bubblewrap(FileSandbox):
 
 def _finished(config: BubblewrapConfig, command: list[str], archive: bytes) -> Finished:
     """Run a command in new namespaces."""
-    filter_end, filter_start = os.pipe()
-    try:
-        os.write(filter_start, seccomp_filter(platform.machine()))  # less than a pipe holds
-        os.close(filter_start)
+    with ExitStack() as stack:
+        filter_fd = _readable(seccomp_filter(platform.machine()), stack)
+        # Its own arguments name folders of the host, and code sees its command line as that of process 1.
+        options_fd = _readable(b"".join(f"{option}\0".encode() for option in _options(config, filter_fd)), stack)
         return run_process(
-            [*_bubblewrap(config, filter_end), *command],
+            [*_bubblewrap(options_fd), *command],
             stdin=archive,
             timeout_s=config.timeout_s,
             max_output=config.max_output_bytes,
             max_second=2 * config.max_files_mb * 1_000_000 + 1_000_000,
             environment=_ENVIRONMENT,
-            pass_fds=(filter_end,),
+            pass_fds=(filter_fd, options_fd),
         )
-    finally:
-        os.close(filter_end)
+
+
+def _readable(data: bytes, stack: ExitStack) -> int:
+    """Return a descriptor from which data can be read, closed with the stack; no more than a pipe holds."""
+    end, start = os.pipe()
+    stack.callback(os.close, end)
+    with open(start, "wb") as file:
+        file.write(data)
+    return end
 
 
 def _failure(words: str) -> EnvironmentFailure:
@@ -217,9 +225,12 @@ def _user() -> int:
     return 1_900_000_000 + os.getpid() % 4096 * 256 + next(_RUNS) % 256
 
 
-def _bubblewrap(config: BubblewrapConfig, filter_fd: int) -> list[str]:
+def _bubblewrap(options_fd: int) -> list[str]:
+    return [shutil.which("bwrap") or "bwrap", "--args", str(options_fd)]
+
+
+def _options(config: BubblewrapConfig, filter_fd: int) -> list[str]:
     options = [
-        shutil.which("bwrap") or "bwrap",
         "--unshare-pid",
         "--unshare-net",
         "--unshare-ipc",

@@ -81,6 +81,21 @@ def make() -> Iterator[Callable[..., Sums]]:
         env.close()
 
 
+def test_a_server_inherits_no_key_but_those_that_are_named(
+    make: Callable[..., Sums], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    monkeypatch.setenv("PASSED", "one")
+    server = {"command": STDIO[0], "args": STDIO[1:], "pass_env": ["PASSED"], "env": {"GIVEN": "two"}}
+    env = make(server=server)
+    env.reset(seed=0)
+    asked = [tool_call("variable", name=name) for name in ("OPENAI_API_KEY", "PASSED", "GIVEN")]
+    assert contents(env, *asked) == ["unset", "one", "two"]
+    monkeypatch.delenv("PASSED")
+    with pytest.raises(UserError, match="pass_env: the variable PASSED is not set"):
+        make(server=server)
+
+
 @pytest.fixture(scope="module")
 def http() -> Iterator[str]:
     with Http() as server:
