@@ -491,7 +491,7 @@ main(["fields"])
 
 
 @pytest.mark.process
-@each("module", ["agentrl.cli.entry", "agentrl.cli.doctor"])
+@each("module", ["agentrl.cli.entry", "agentrl.cli.plan"])
 def test_a_command_that_is_interrupted_while_it_is_imported_ends_in_one_line(module: str) -> None:
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT, module], capture_output=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"agentrl: interrupted\n")

@@ -43,7 +43,7 @@ class LiveRuns:
         self._num_read = 0
         self._data: dict[str, Any] = {}
         self._texts: dict[Callable[[dict[str, Any]], str], str] = {}
-        """What each function wrote of the data."""
+        """Text of the data, by the function that wrote it."""
         open_runs(folders)
 
     def data(self) -> dict[str, Any]:
