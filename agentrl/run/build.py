@@ -108,7 +108,7 @@ def _build(
     check_trackers(given.report.trackers)
     accelerator = build_accelerator(given.train)
     recipe = from_rank_zero(lambda: given)  # with the time of day in the name of its folder
-    num_groups = recipe.rollout.num_groups
+    num_groups, lora = recipe.rollout.num_groups, recipe.model.lora
     shard = task_shard(recipe.engine, num_groups=num_groups, rank=process_index(), num_ranks=num_processes())
     set_seed(recipe.seed)
     runner = stack.enter_context(asyncio.Runner())
@@ -159,7 +159,12 @@ def _build(
         signals=signals,
         learner=learner,
         weight_sync=WeightSync(
-            pool, learner, runner=runner, seed=recipe.seed, agreement=recipe.train.agreement_bound()
+            pool,
+            learner,
+            runner=runner,
+            seed=recipe.seed,
+            agreement=recipe.train.agreement_bound(),
+            merges_into=getattr(torch, recipe.train.precision) if lora is not None and lora.merge else None,
         ),
     )
 
@@ -289,6 +294,7 @@ def _open_engine(
         device=device,
         handover=handover,
         returns_experts=recipe.loss.routing_replay == "engine",
+        lora=recipe.model.lora,
     )
     stack.callback(lambda: runner.run(engine.close()))
     return engine

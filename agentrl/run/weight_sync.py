@@ -39,7 +39,14 @@ class WeightSync:
     """Syncs weights to the engine, and compares its log-probabilities with the learner's. All ranks make the same calls."""
 
     def __init__(
-        self, pool: RolloutPool, learner: Learner, *, runner: asyncio.Runner, seed: int, agreement: float
+        self,
+        pool: RolloutPool,
+        learner: Learner,
+        *,
+        runner: asyncio.Runner,
+        seed: int,
+        agreement: float,
+        merges_into: torch.dtype | None = None,
     ) -> None:
         """Take the parts.
 
@@ -49,17 +56,20 @@ class WeightSync:
             runner: event loop on which pool and engine live.
             seed: seed of the tokens that are sampled for comparison.
             agreement: largest difference of log-probabilities, in nats (`train.agreement`).
+            merges_into: dtype of merged weights, for a metric, if adapters are merged whatever is lost
+                (`model.lora.merge`); an engine that has a `dtype` knows better.
         """
         self._pool = pool
         self._learner = learner
         self._runner = runner
         self._seed, self._agreement = seed, agreement
+        self._merges_into = merges_into
 
     def verify_and_push(self, version: int) -> float:
         """Sync the weights as `version`, and prove that the engine samples from them.
 
-        On the same prompt the engine's log-probabilities must equal the learner's, and differ once the weights are
-        perturbed.
+        On the same prompt the engine's log-probabilities must equal the learner's, and differ once the weights, or the
+        adapters of an engine that takes them, are perturbed.
 
         Returns:
             Mean difference of log-probabilities under the same weights, in nats.
@@ -72,6 +82,8 @@ class WeightSync:
         perturbed = ((name, tensor.roll(1, 0) if tensor.ndim > 1 else tensor) for name, tensor in weights())
         self._load(perturbed, version)
         least = min(self._differences())
+        if self._push_adapters(version, is_perturbed=True):
+            least = min(least, *self._differences())
         self.push(version)
         found = max(self._differences())
         if not least > bound:
@@ -82,18 +94,33 @@ class WeightSync:
         self.check_agreement(found)
         return found
 
-    def push(self, version: int) -> None:
-        """Sync the weights to the engine, as `version`: the adapters alone if every rank's engine has the base weights."""
+    def push(self, version: int) -> dict[str, float]:
+        """Sync the weights to the engine, as `version`: the adapters alone if every rank's engine has the base weights.
+
+        Returns:
+            Metrics.
+        """
         state, engine = self._learner.state, self._pool.context.engine
-        kept = KeptBase.IMPOSSIBLE
-        if state.has_adapters:
-            mine = self._runner.run(engine.kept_base()) if isinstance(engine, AdapterEngine) else kept
-            kept = min(all_gather([mine]))
-        if kept is KeptBase.IMPOSSIBLE:
+        if not self._push_adapters(version):
             self._load(state.weights(), version)
-            return
+        if self._merges_into is None:
+            return {}
+        dtype = getattr(engine, "dtype", None) or self._merges_into
+        return {"mismatch/lost_change": state.lost_change(dtype)}
+
+    def _push_adapters(self, version: int, *, is_perturbed: bool = False) -> bool:
+        """Sync adapters, perturbed ones if asked; return whether the engines take adapters."""
+        state, engine = self._learner.state, self._pool.context.engine
+        if not state.has_adapters:
+            return False
+        mine = self._runner.run(engine.kept_base()) if isinstance(engine, AdapterEngine) else KeptBase.IMPOSSIBLE
+        kept = min(all_gather([mine]))
+        if kept is KeptBase.IMPOSSIBLE:
+            return False
         base = None if kept is KeptBase.THERE else state.base_weights()
         changes = state.weight_changes()
+        if is_perturbed:
+            changes = ((name, _perturbed(left, right)) for name, (left, right) in changes)
 
         async def load() -> None:
             assert isinstance(engine, AdapterEngine)
@@ -101,6 +128,7 @@ class WeightSync:
             await engine.load_adapters(changes, base, version)
 
         self._runner.run(load())
+        return True
 
     def check_samples(self) -> None:
         """Sample a few tokens, and compare their log-probabilities with the learner's.
@@ -159,3 +187,9 @@ class WeightSync:
             raise EngineError(
                 f"the engine did not answer its self-proof within rollout.engine_timeout_s: {rollout.engine_timeout_s:g}"
             ) from None
+
+
+def _perturbed(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return other matrices of a low-rank change. One of them is 0 before the first update."""
+    rows, columns = (torch.linspace(-1, 1, size, device=left.device) for size in (left.shape[0], right.shape[1]))
+    return left + rows[:, None], right + columns

@@ -80,7 +80,7 @@ def start_server(model: Path, *, port: int, log: Path, options: Mapping[str, Any
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=_environment() | os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+            env=_environment() | os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
             start_new_session=True,
         )
     server = Server(url=f"http://{f'[{host}]' if ':' in host else host}:{port}", process=process)
