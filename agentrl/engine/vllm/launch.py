@@ -129,8 +129,10 @@ def _command_line(arguments: Mapping[str, Any]) -> list[str]:
         option = name.replace("_", "-")
         if isinstance(value, bool):
             line.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, list | tuple):
+            line += [f"--{option}", *map(str, value)]
         elif value is not None:
-            line += [f"--{option}", json.dumps(value) if isinstance(value, dict | list | tuple) else str(value)]
+            line += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return line
 
 

@@ -424,7 +424,7 @@ class VLLMServer:
     async def load_adapter(self, path: str) -> None:
         """Make the server load the adapter that its workers keep by this path."""
         body = {"lora_name": ADAPTER, "lora_path": path, "load_inplace": True}
-        await self._http.request("loading an adapter", "POST", "/v1/load_lora_adapter", body)
+        await self._http.request_once("POST", "/v1/load_lora_adapter", body, is_text=True)
         self.has_adapter = True
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> None:
@@ -651,6 +651,8 @@ class _Receiver:
             await on_daemon_thread(self.channel.end)
             await self._taking
             await self.server.call("/finish_weight_update")
+            if self._adapter is not None:
+                await self.server.load_adapter(self._adapter)
         except (RuntimeError, Fault) as error:
             raise await self._failure_cause(error) from error
 
@@ -661,8 +663,6 @@ class _Receiver:
 
     async def finish(self) -> None:
         """Let the server sample with the new weights."""
-        if self._adapter is not None:
-            await self.server.load_adapter(self._adapter)
         await self.server.end_replacing(self._version)
         self.server.base = self._base
 
