@@ -4,8 +4,8 @@
 
 A folder with a real model (SmolLM2-135M-Instruct in the results). Adapters of rank 16 for all linear layers take `--steps`
 steps of AdamW on a policy gradient with random advantages, in bfloat16 as a run trains them. Each engine then samples answers;
-their tokens are scored by the trainer with the adapters (t1), by the trainer without them (t0), and the same in float32 (f1, f0).
-With e the log-probabilities that the engine reports:
+their tokens are scored by the trainer with the adapters (t1) and without them (t0), and the same in float32 (f1, f0). With e
+the log-probabilities that the engine reports:
 
 - `weights`: <round(W + D) - round(W), D> / <D, D> of the change D of the weights W: what a merge keeps.
 - `arrives`: <e - t0, t1 - t0> / <t1 - t0, t1 - t0>, the share of the trainer's change that the engine's samples show.
@@ -148,30 +148,26 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     add_lora(start, LoraSettings(rank=16, alpha=32))
     engines = {name: make_engine(name, model, start) for name in options.engines}
+    before: dict[str, list[Sample]] = {}
+    for name, engine in engines.items():
+        await engine.load_adapters(weight_changes(start), base_weights(start), 0)
+        before[name] = await sample(engine, prompts)
     rows: list[dict[str, Any]] = []
     for rate in options.rates:
-        exact, fresh = copy.deepcopy(start), []
+        trainer = copy.deepcopy(start)
+        round_frozen(trainer)
+        train(trainer, before[options.engines[0]][: len(prompts)], rate=rate, steps=options.steps)
+        exact = copy.deepcopy(trainer).float()
         for name, engine in engines.items():
-            await engine.load_adapters(weight_changes(start), base_weights(start), 0)
-            fresh = fresh or await sample(engine, prompts)
-            trainer = copy.deepcopy(exact)
-            round_frozen(trainer)
-            if exact is not None and not any(float(left.abs().max()) for _, (left, _) in weight_changes(exact)):
-                train(trainer, fresh, rate=rate, steps=options.steps)
-                for own, moved in zip(exact.parameters(), trainer.parameters(), strict=True):
-                    own.data.copy_(moved.data)
-            with torch.no_grad():
-                before = await sample(engine, prompts)
-                noise = score(without_adapters(trainer), before, autocast=True)
-            e = torch.tensor([logprob for one in before for logprob in one.done.logprobs])
+            noise = compare(before[name], without_adapters(trainer), exact)["gap"]
             for way in ("kept apart", "merged"):
                 if way == "kept apart":
                     await engine.load_adapters(weight_changes(trainer), base_weights(trainer), 1)
                 else:
                     await engine.load_weights(merged_weights(trainer), 1)
                 found = compare(await sample(engine, prompts), trainer, exact)
-                rows.append({"rate": rate, "engine": name, "way": way, **found})
-                rows[-1] |= {"before": float((e - noise).abs().mean()), "weights": 1 - lost_change(trainer, HALF)}
+                kept = 1 - lost_change(trainer, HALF)
+                rows.append({"rate": rate, "engine": name, "way": way, **found, "before": noise, "weights": kept})
     for engine in engines.values():
         await engine.close()
     return rows
