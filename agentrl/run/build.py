@@ -108,7 +108,7 @@ def _build(
     check_trackers(given.report.trackers)
     accelerator = build_accelerator(given.train)
     recipe = from_rank_zero(lambda: given)  # with the time of day in the name of its folder
-    num_groups, lora = recipe.rollout.num_groups, recipe.model.lora
+    num_groups = recipe.rollout.num_groups
     shard = task_shard(recipe.engine, num_groups=num_groups, rank=process_index(), num_ranks=num_processes())
     set_seed(recipe.seed)
     runner = stack.enter_context(asyncio.Runner())
@@ -158,14 +158,19 @@ def _build(
         credit=credit,
         signals=signals,
         learner=learner,
-        weight_sync=WeightSync(
-            pool,
-            learner,
-            runner=runner,
-            seed=recipe.seed,
-            agreement=recipe.train.agreement_bound(),
-            merges_into=getattr(torch, recipe.train.precision) if lora is not None and lora.merge else None,
-        ),
+        weight_sync=_weight_sync(recipe, pool, learner, runner),
+    )
+
+
+def _weight_sync(recipe: Recipe, pool: RolloutPool, learner: Learner, runner: asyncio.Runner) -> WeightSync:
+    lora = recipe.model.lora
+    return WeightSync(
+        pool,
+        learner,
+        runner=runner,
+        seed=recipe.seed,
+        agreement=recipe.train.agreement_bound(),
+        merges_into=getattr(torch, recipe.train.precision) if lora is not None and lora.merge else None,
     )
 
 
