@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -84,9 +85,27 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
             for matrices in (layer.lora_A, layer.lora_B):
                 matrices[_ADAPTER].to_empty(device="cpu")
             layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
+        layer.forward = MethodType(_forward, layer)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def _forward(layer: Any, inputs: Tensor) -> Tensor:
+    """Return the output of an adapted layer, in half precision rounded once.
+
+    peft adds the adapter's output to one that is rounded already: of a young adapter nearly nothing would be left.
+    """
+    half = torch.is_autocast_enabled(inputs.device.type) or layer.weight.dtype.itemsize < 4
+    if not half:
+        outputs: Tensor = type(layer).forward(layer, inputs)
+        return outputs
+    change = layer.lora_B[_ADAPTER](layer.lora_A[_ADAPTER](inputs)) * layer.scaling[_ADAPTER]
+    weight_IO = layer.weight if layer.fan_in_fan_out else layer.weight.T
+    flat = torch.addmm(change.flatten(0, -2), inputs.flatten(0, -2), weight_IO)
+    outputs = flat.unflatten(0, inputs.shape[:-1])
+    bias = layer.base_layer.bias
+    return outputs if bias is None else outputs + bias.to(outputs.dtype)
 
 
 def round_frozen(model: Any) -> None:

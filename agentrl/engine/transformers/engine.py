@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 from agentrl.engine.base import EngineContext, KeptBase, is_half
@@ -116,8 +115,8 @@ class TransformersEngine(BatchedEngine):
         self.dtype: torch.dtype = model.dtype
         self._keeps_adapters = keeps_adapters and is_half(model.dtype)
         self._has_base = False
-        self._hooks: list[RemovableHandle] = []
-        """Those that add the adapters."""
+        self._adapted: list[nn.Module] = []
+        """Layers that compute with an adapter."""
         self._rows = [_Row(index=i) for i in range(self._config.max_batch_size)]
         self._max_context_tokens = max_context_tokens
         self._experts = experts_of(model) if returns_experts else None
@@ -160,8 +159,10 @@ class TransformersEngine(BatchedEngine):
             layer = self._model.get_submodule(name.rpartition(".")[0])
             # Most layers keep their weights as (out, in), GPT-2's as (in, out).
             first, second = (left, right) if isinstance(layer, Conv1D) else (right.T, left.T)
-            add = partial(_add_change, first.to(self._device, self.dtype), second.to(self._device, self.dtype))
-            self._hooks.append(layer.register_forward_hook(add))
+            layer.forward = partial(
+                _forward_adapted, layer, first.to(self._device, self.dtype), second.to(self._device, self.dtype)
+            )
+            self._adapted.append(layer)
         if base is not None:
             self._has_base = False
             self._copy(base)
@@ -172,8 +173,8 @@ class TransformersEngine(BatchedEngine):
         """Drop adapters and cache; first, because weights that are refused half-way have changed the model too."""
         self._check_loadable()
         self._forget()
-        while self._hooks:
-            self._hooks.pop().remove()
+        while self._adapted:
+            del self._adapted.pop().forward
 
     def _copy(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         own: dict[str, torch.Tensor] = self._model.state_dict()
@@ -369,11 +370,12 @@ def sample(
     return tokens_B.tolist(), torch.where(is_greedy_B, 0.0, logprobs_B).tolist()
 
 
-def _add_change(
-    first: torch.Tensor, second: torch.Tensor, _layer: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor
-) -> torch.Tensor:
-    """Add a low-rank change of a layer's weight to its output, as the trainer does."""
-    return output + inputs[0] @ first @ second
+def _forward_adapted(layer: Any, first_IZ: torch.Tensor, second_ZO: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Return a layer's output with a low-rank change of its weight, rounded once, as the trainer computes it."""
+    flat_RI = inputs.flatten(0, -2)
+    weight_IO = layer.weight if isinstance(layer, Conv1D) else layer.weight.T
+    outputs = torch.addmm(flat_RI @ first_IZ @ second_ZO, flat_RI, weight_IO).unflatten(0, inputs.shape[:-1])
+    return outputs if layer.bias is None else outputs + layer.bias
 
 
 def _length(row: _Row) -> int:

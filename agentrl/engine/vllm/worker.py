@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from vllm.config import set_current_vllm_config
+from vllm.config import get_current_vllm_config, set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.worker_manager import WorkerLoRAManager
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from agentrl.engine.vllm.common import BACKEND, DRAWN
@@ -306,6 +308,42 @@ def _load_adapter(manager: Any, request: Any) -> Any:
     return lora
 
 
+@torch.library.custom_op("agentrl::add_product", mutates_args=())
+def _add_product(change: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # An operator of its own: compiled, the sum might be rounded before the change is added.
+    return torch.addmm(change, inputs, weight.T)
+
+
+@_add_product.register_fake
+def _(change: torch.Tensor, _inputs: torch.Tensor, _weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(change)
+
+
+def _apply_once_rounded(layer: Any, inputs: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the output of a LoRA layer, rounded once as the trainer's.
+
+    vLLM adds the adapter's output to one that is rounded already: of a young adapter nearly nothing would be left.
+    """
+    if not isinstance(layer._get_quant_method(), UnquantizedLinearMethod):
+        return _apply_twice_rounded(layer, inputs, bias)
+    weight, flat = layer.base_layer.weight, inputs.flatten(0, -2)
+    change = torch.zeros((flat.shape[0], weight.shape[0]), dtype=flat.dtype, device=flat.device)
+    layer._apply_lora_to_output(flat, change)
+    outputs = _add_product(change, flat, weight).unflatten(0, inputs.shape[:-1])
+    return outputs if bias is None else outputs + bias
+
+
+def _keep_weight(method: Any, layer: Any) -> None:
+    """Process a loaded weight; on a CPU keep it as it is for `_apply_once_rounded`, which cannot read a packed one."""
+    if get_current_vllm_config().lora_config is not None:
+        layer._cpu_skip_gemm_dispatch = True
+    _process(method, layer)
+
+
+_process = UnquantizedLinearMethod.process_weights_after_loading
+UnquantizedLinearMethod.process_weights_after_loading = _keep_weight
+_apply_twice_rounded = BaseLinearLayerWithLoRA._apply_sync
+BaseLinearLayerWithLoRA._apply_sync = _apply_once_rounded
 _load_from_folder = WorkerLoRAManager._load_adapter
 WorkerLoRAManager._load_adapter = _load_adapter
 WeightTransferEngineFactory.register_engine(BACKEND, ChannelTransferEngine)
