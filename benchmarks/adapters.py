@@ -3,16 +3,15 @@
     python -m benchmarks.adapters MODEL [--rates 1e-4 3e-4] [--steps 1] [--engines transformers vllm]
 
 A folder with a real model (SmolLM2-135M-Instruct in the results). Adapters of rank 16 for all linear layers take `--steps`
-steps of AdamW on a policy gradient with random advantages, in bfloat16 as a run trains them. Each engine then samples answers;
-their tokens are scored by the trainer with the adapters (t1) and without them (t0), and the same in float32 (f1, f0). With e
-the log-probabilities that the engine reports:
+steps of AdamW on a policy gradient with random advantages, in bfloat16 as a run trains them. Each engine then samples answers.
+Their tokens are scored by plain passes: in float32 with the adapters (f1) and without them (f0), and by the trainer (t1). With
+e the log-probabilities that the engine reports:
 
-- `weights`: <round(W + D) - round(W), D> / <D, D> of the change D of the weights W: what a merge keeps.
-- `arrives`: <e - t0, t1 - t0> / <t1 - t0, t1 - t0>, the share of the trainer's change that the engine's samples show.
-- `of the exact change`: <e - t0, f1 - f0> / <f1 - f0, f1 - f0>. In bfloat16 the trainer's own passes show only a part too: the
-  output of a layer is rounded before its adapter's is added. The row `trainer` has that part.
-- `gap`: mean |e - t1| in nats; `before` is the same gap without adapters, the noise between the two; `step` is mean |t1 - t0|,
-  how far the step moved the policy.
+- `weights`: <round(W + D) - round(W), D> / <D, D> of the change D of the weights W: the part of it that a merge keeps.
+- `arrives`: <e - f0, f1 - f0> / <f1 - f0, f1 - f0>, the part of the step that the samples show. The rows `trainer` have it of
+  t1: as agentrl computes it, where a layer's output is rounded once, and as peft does, which adds the adapter's output to one
+  that is rounded already. Noise of bfloat16 makes each uncertain by `+-`, one standard error.
+- `gap`: mean |e - t1| in nats; `before` is the same gap before the step, the noise between the two; `step` is mean |f1 - f0|.
 """
 
 import argparse
@@ -114,23 +113,38 @@ def make_engine(name: str, model: Any, trainer: Any) -> Any:
     return VLLMEngine(model, VLLMConfig(lockstep=False), max_tokens=256, dtype=HALF, adapters=adapters)
 
 
-def share(found: Tensor, expected: Tensor) -> float:
-    """Return how much of an expected change is in a found one."""
-    return float(found @ expected / (expected @ expected))
+def share(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Return how much of an expected change is in a found one, and its standard error."""
+    power = expected @ expected
+    part = found @ expected / power
+    error = (((found - part * expected) * expected) ** 2).sum().sqrt() / power
+    return float(part), float(error)
 
 
-def compare(samples: list[Sample], trainer: Any, exact: Any) -> dict[str, float]:
-    """Compare what an engine reports with the trainer's passes."""
-    with torch.no_grad():
-        t1, t0 = (score(model, samples, autocast=True) for model in (trainer, without_adapters(trainer)))
-        f1, f0 = (score(model, samples, autocast=False) for model in (exact, without_adapters(exact)))
-    e = torch.tensor([logprob for one in samples for logprob in one.done.logprobs])
+def as_peft(model: Any) -> Any:
+    """Return a copy that computes as peft does."""
+    copied = copy.deepcopy(model)
+    for layer in adapted_layers(copied).values():
+        del layer.forward
+    return copied
+
+
+def logprobs(samples: list[Sample]) -> Tensor:
+    """Return what the engine reports."""
+    return torch.tensor([logprob for one in samples for logprob in one.done.logprobs])
+
+
+@torch.no_grad()
+def compare(samples: list[Sample], trainer: Any, exact: Any) -> dict[str, Any]:
+    """Compare what an engine reports with plain passes."""
+    e, t1, peft = logprobs(samples), *(score(model, samples, autocast=True) for model in (trainer, as_peft(trainer)))
+    f1, f0 = (score(model, samples, autocast=False) for model in (exact, without_adapters(exact)))
     return {
-        "arrives": share(e - t0, t1 - t0),
-        "of the exact change": share(e - t0, f1 - f0),
+        "engine": share(e - f0, f1 - f0),
+        "trainer": share(t1 - f0, f1 - f0),
+        "trainer, by peft": share(peft - f0, f1 - f0),
         "gap": float((e - t1).abs().mean()),
-        "step": float((t1 - t0).abs().mean()),
-        "trainer": share(t1 - t0, f1 - f0),
+        "step": float((f1 - f0).abs().mean()),
     }
 
 
@@ -159,18 +173,24 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         train(trainer, before[options.engines[0]][: len(prompts)], rate=rate, steps=options.steps)
         exact = copy.deepcopy(trainer).float()
         for name, engine in engines.items():
-            noise = compare(before[name], without_adapters(trainer), exact)["gap"]
+            with torch.no_grad():
+                noise = logprobs(before[name]) - score(without_adapters(trainer), before[name], autocast=True)
             for way in ("kept apart", "merged"):
                 if way == "kept apart":
                     await engine.load_adapters(weight_changes(trainer), base_weights(trainer), 1)
                 else:
                     await engine.load_weights(merged_weights(trainer), 1)
-                found = compare(await sample(engine, prompts), trainer, exact)
-                kept = 1 - lost_change(trainer, HALF)
-                rows.append({"rate": rate, "engine": name, "way": way, **found, "before": noise, "weights": kept})
+                row: dict[str, Any] = {"rate": rate, "name": name, "way": way, "before": float(noise.abs().mean())}
+                row["weights"] = 1 - lost_change(trainer, HALF)
+                rows.append(row | compare(await sample(engine, prompts), trainer, exact))
     for engine in engines.values():
         await engine.close()
     return rows
+
+
+def text(found: tuple[float, float]) -> str:
+    """Return a share with its standard error."""
+    return f"{found[0]:.2f} +- {found[1]:.2f}"
 
 
 def main() -> None:
@@ -182,18 +202,17 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=["transformers", "vllm"])
     options = parser.parse_args()
     rows = asyncio.run(measure(options))
-    columns = ["arrives", "of the exact change", "gap", "before", "step"]
-    print(f"| rate, {options.steps} step(s) | engine | adapters | {' | '.join(columns)} |")
-    print("|---|---|---|" + "---|" * len(columns))
+    print(f"| rate, {options.steps} step(s) | log-probabilities of | arrives | gap | before | step | weights |")
+    print("|---|---|---|---|---|---|---|")
     for row in rows:
-        way = row["way"] if row["way"] == "kept apart" else f"merged (weights: {row['weights']:.2f} arrives)"
-        cells = [f"{row[name]:.2f}" if name in columns[:2] else f"{row[name]:.4f}" for name in columns]
-        print(f"| {row['rate']:g} | {row['engine']} | {way} | {' | '.join(cells)} |")
+        numbers = f"{row['gap']:.4f} | {row['before']:.4f} | {row['step']:.4f}"
+        weights = "1" if row["way"] == "kept apart" else f"{row['weights']:.2f}"
+        print(f"| {row['rate']:g} | {row['name']}, {row['way']} | {text(row['engine'])} | {numbers} | {weights} |")
     for rate in options.rates:
-        parts = [row["trainer"] for row in rows if row["rate"] == rate]
-        print(
-            f"\nrate {rate:g}: the trainer's own passes show {min(parts):.2f} to {max(parts):.2f} of the exact change"
-        )
+        for name in ("trainer", "trainer, by peft"):
+            every = [row[name] for row in rows if row["rate"] == rate]
+            part, error = (sum(column) / len(every) for column in zip(*every, strict=True))
+            print(f"| {rate:g} | {name} | {text((part, error))} | | | | |")
     print(json.dumps(rows))
 
 

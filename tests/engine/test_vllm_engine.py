@@ -365,6 +365,13 @@ def test_adapters_stay_apart_from_weights_in_half_precision(runner: asyncio.Runn
     assert run(runner, engine.kept_base()) is KeptBase.MISSING
     run(runner, engine.load_adapters(changes.items(), make_model().state_dict().items(), 1))
     assert run(runner, engine.kept_base()) is KeptBase.THERE
+
+    def sizes(worker: Any) -> set[int]:
+        return {
+            len(layer.base_layer.weight) for layer in worker.model_runner.lora_manager._adapter_manager.modules.values()
+        }
+
+    assert run(runner, engine._call(engine._llm.collective_rpc, sizes)) == [{32, 128}]  # none is packed
     assert distance(adapted, 1) < 0.05
     half = {name: (left / 2, right) for name, (left, right) in changes.items()}
     run(runner, engine.load_adapters(half.items(), None, 2))
@@ -380,6 +387,25 @@ def test_adapters_stay_apart_from_weights_in_half_precision(runner: asyncio.Runn
     run(runner, engine.load_adapters(changes.items(), make_model().state_dict().items(), 5))
     assert distance(adapted, 5) < 0.05
     run(runner, engine.close())
+
+
+def test_a_layer_of_vllm_with_an_adapter_is_rounded_once() -> None:
+    worker = import_module("agentrl.engine.vllm.worker")
+    generator = torch.Generator().manual_seed(1)
+    inputs_RI, weight_OI = (torch.randn(size, generator=generator).bfloat16() for size in ((4000, 32), (48, 32)))
+    change_RO = 2e-3 * torch.randn(4000, 48, generator=generator)
+    layer = SimpleNamespace(
+        _get_quant_method=lambda: worker.UnquantizedLinearMethod.__new__(worker.UnquantizedLinearMethod),
+        base_layer=SimpleNamespace(weight=weight_OI),
+        _apply_lora_to_output=lambda _, outputs_RO: outputs_RO.add_(change_RO),
+    )
+    for bias_O in (None, torch.ones(48).bfloat16()):
+        found_RO = worker._apply_once_rounded(layer, inputs_RI, bias_O)
+        plain_RO = torch.nn.functional.linear(inputs_RI, weight_OI, bias_O)
+        arrived = ((found_RO.float() - plain_RO.float()) * change_RO).sum() / (change_RO**2).sum()
+        assert float(arrived) == pytest.approx(1, abs=0.1)
+        twice_RO = plain_RO + change_RO.bfloat16()
+        assert ((twice_RO.float() - plain_RO.float()) * change_RO).sum() / (change_RO**2).sum() < 0.6
 
 
 def test_adapters_that_vllm_would_have_to_merge_in_half_precision_are_refused() -> None:

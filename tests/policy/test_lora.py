@@ -18,12 +18,14 @@ from agentrl.errors import ConfigError
 from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.layout import attending, hidden_states, lay_out
 from agentrl.policy.lora import (
+    adapted_layers,
     adapter_state,
     add_lora,
     base_weights,
     load_adapter,
     lost_change,
     merged_weights,
+    round_frozen,
     save_adapter,
     weight_changes,
 )
@@ -185,6 +187,29 @@ def test_a_plain_model_with_the_merged_weights_computes_the_same(name: str) -> N
     plain.load_state_dict(dict(merged_weights(model)))
     assert torch.allclose(hidden(plain), hidden(model), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(hidden(plain), far, rtol=1e-1, atol=1e-1)
+
+
+@pytest.mark.parametrize("name", ["tied", "transposed"])
+def test_a_young_adapter_is_not_rounded_away_in_half_precision(name: str) -> None:
+    model = trained(name, LoraSettings(rank=2, alpha=4))
+    exact = {layer: copy.deepcopy(module) for layer, module in adapted_layers(model).items()}
+    round_frozen(model)
+    for layer, module in adapted_layers(model).items():
+        for matrix in (module.lora_B, exact[layer].lora_B):  # A as it was drawn, B of a first step
+            matrix["default"].weight.data.normal_(std=2e-4, generator=torch.Generator().manual_seed(1))
+        before, inputs_RI = module.base_layer, torch.randn(4000, module.in_features).bfloat16()
+        change_RO = exact[layer](inputs_RI.float()) - exact[layer].base_layer(inputs_RI.float())
+        weights = torch.randn(4000, module.out_features)
+        with torch.autocast("cpu", torch.bfloat16):
+            found_RO, before_RO = module(inputs_RI), before(inputs_RI)
+        arrived = ((found_RO.float() - before_RO.float()) * change_RO).sum() / (change_RO**2).sum()
+        assert float(arrived.detach()) == pytest.approx(1, abs=0.1)
+        for half, single in ((found_RO.float(), module), (exact[layer](inputs_RI.float()), exact[layer])):
+            (half * weights).sum().backward()
+            assert single.lora_B["default"].weight.grad is not None
+        for matrix in ("lora_A", "lora_B"):
+            got, expected = (getattr(one, matrix)["default"].weight.grad for one in (module, exact[layer]))
+            assert (got - expected).norm() < 0.02 * expected.norm()
 
 
 def test_merged_weights_are_not_rounded_if_the_engine_may_have_room() -> None:
