@@ -36,7 +36,7 @@ from agentrl.engine.vllm import server as vllm_push
 from agentrl.engine.vllm import weights as vllm_weights
 from agentrl.engine.vllm.common import ServerConfig, adapter_arguments, is_installed
 from agentrl.engine.vllm.experts import VLLMExperts
-from agentrl.engine.vllm.http import Fault, Http
+from agentrl.engine.vllm.http import Fault, Http, ServerLostError
 from agentrl.engine.vllm.launch import Server, start_server
 from agentrl.engine.vllm.server import VLLMServer
 from agentrl.engine.vllm.weights import Channel, ServedModel, find_ties, in_buckets
@@ -282,6 +282,19 @@ def test_a_server_that_would_merge_adapters_in_half_precision_is_refused(
     merging = VLLMServer(ServerConfig(), folder=tmp_path)
     merging.model = engine.model
     assert run(merging.kept_base()) is (KeptBase.MISSING if engine.model.num_workers else KeptBase.IMPOSSIBLE)
+
+
+def test_a_server_that_has_lost_its_adapter_was_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = VLLMServer(ServerConfig(), folder=tmp_path, adapters=ADAPTERS)
+    engine.model = ServedModel(shapes={}, vocab_size=VOCAB, dtype=torch.bfloat16, num_workers=1, adapter_rank=8)
+    engine.has_adapter = True
+
+    async def refuse(_method: str, _path: str, body: Any, **_: Any) -> Any:
+        raise EngineError(f"HTTP 404: The model `{body['model']}` does not exist. Valid aliases: /model.")
+
+    monkeypatch.setattr(engine._http, "request_once", refuse)
+    with pytest.raises(ServerLostError, match=r"samples with weights without adapters .* it was started again"):
+        run(engine.generate([1], sampling(), "a"))
 
 
 @needs_vllm

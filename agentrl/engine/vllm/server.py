@@ -359,6 +359,10 @@ class VLLMServer:
                     return await self._http.request_once(
                         "POST", _GENERATE, body, parse=lambda answer: self._read(answer, sampling, len(prompt_ids))
                     )
+            except EngineError as error:
+                if self.has_adapter and f"`{ADAPTER}` does not exist" in str(error):
+                    raise self._restarted("weights without adapters") from error
+                raise
             except (asyncio.CancelledError, Fault):
                 task = asyncio.create_task(self._abort(server_id))
                 self._aborts.add(task)
@@ -396,13 +400,16 @@ class VLLMServer:
             if name.isdecimal():
                 versions[start:end] = [int(name)] * (end - start)
             else:
-                raise ServerLostError(
-                    f"vLLM's server at {self._config.urls[0]} samples with weights of version {name!r} and not with those "
-                    "of the last weight sync: it was started again. Start the run again too; it resumes where it was"
-                )
+                raise self._restarted(f"weights of version {name!r}")
         if len(versions) != num_tokens:
             raise ValueError(f"versions of {len(versions)} tokens, not {num_tokens}")
         return tuple(versions)
+
+    def _restarted(self, found: str) -> ServerLostError:
+        return ServerLostError(
+            f"vLLM's server at {self.url} samples with {found} and not with those of the last weight sync: it was started "
+            "again. Start the run again too; it resumes where it was"
+        )
 
     async def begin_replacing(self) -> None:
         """Pause the server; until its weights are replaced, every request is refused."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from vllm.config import get_current_vllm_config, set_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
@@ -289,7 +289,7 @@ def _load_adapter(manager: Any, request: Any) -> Any:
         for end, letter in ((LEFT, "B"), (RIGHT, "A"))
         if name.endswith(end)
     }
-    rank = max(min(matrix.shape) for matrix in tensors.values())
+    rank = max(len(matrix) for name, matrix in kept.matrices.items() if name.endswith(RIGHT))
     mapper = getattr(layers.model, "hf_to_vllm_mapper", None)
     lora = LoRAModel.from_lora_tensors(
         request.lora_int_id,
@@ -335,7 +335,8 @@ def _apply_once_rounded(layer: Any, inputs: torch.Tensor, bias: torch.Tensor | N
 
 def _keep_weight(method: Any, layer: Any) -> None:
     """Process a loaded weight; on a CPU keep it as it is for `_apply_once_rounded`, which cannot read a packed one."""
-    if get_current_vllm_config().lora_config is not None:
+    config = get_current_vllm_config_or_none()
+    if config is not None and config.lora_config is not None:
         layer._cpu_skip_gemm_dispatch = True
     _process(method, layer)
 
