@@ -50,7 +50,7 @@ QUESTIONS = (
     "What is 7 + 12?",
     "Explain gravity to a child.",
 )
-NUM_SAMPLES, NUM_TOKENS = 4, 48
+NUM_SAMPLES, NUM_TOKENS = 2, 48
 HALF = torch.bfloat16
 
 
@@ -150,7 +150,7 @@ def compare(samples: list[Sample], trainer: Any, exact: Any) -> dict[str, Any]:
 
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each rate, engine and way."""
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     prompts = [
         tokenizer.apply_chat_template(

@@ -374,8 +374,9 @@ def _forward_adapted(layer: Any, first_IZ: torch.Tensor, second_ZO: torch.Tensor
     """Return a layer's output with a low-rank change of its weight, rounded once, as the trainer computes it."""
     flat_RI = inputs.flatten(0, -2)
     weight_IO = layer.weight if isinstance(layer, Conv1D) else layer.weight.T
-    outputs = torch.addmm(flat_RI @ first_IZ @ second_ZO, flat_RI, weight_IO).unflatten(0, inputs.shape[:-1])
-    return outputs if layer.bias is None else outputs + layer.bias
+    flat_RO = torch.addmm(flat_RI @ first_IZ @ second_ZO, flat_RI, weight_IO)
+    outputs: torch.Tensor = flat_RO if layer.bias is None else flat_RO + layer.bias
+    return outputs.view(*inputs.shape[:-1], -1)
 
 
 def _length(row: _Row) -> int:

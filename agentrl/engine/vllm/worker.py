@@ -325,12 +325,13 @@ def _apply_once_rounded(layer: Any, inputs: torch.Tensor, bias: torch.Tensor | N
     vLLM adds the adapter's output to one that is rounded already: of a young adapter nearly nothing would be left.
     """
     if not isinstance(layer._get_quant_method(), UnquantizedLinearMethod):
-        return _apply_twice_rounded(layer, inputs, bias)
+        outputs: torch.Tensor = _apply_twice_rounded(layer, inputs, bias)
+        return outputs
     weight, flat = layer.base_layer.weight, inputs.flatten(0, -2)
     change = torch.zeros((flat.shape[0], weight.shape[0]), dtype=flat.dtype, device=flat.device)
     layer._apply_lora_to_output(flat, change)
-    outputs = _add_product(change, flat, weight).unflatten(0, inputs.shape[:-1])
-    return outputs if bias is None else outputs + bias
+    product: torch.Tensor = _add_product(change, flat, weight)
+    return (product if bias is None else product + bias).view(*inputs.shape[:-1], -1)
 
 
 def _keep_weight(method: Any, layer: Any) -> None:
