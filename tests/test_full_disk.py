@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from agentrl.distributed.checkpoints import write_folder
 from agentrl.distributed.sharding import save_shards
-from agentrl.engine.vllm.server import _written
+from agentrl.engine.vllm.weights import weights_folder
 from agentrl.errors import EngineError
 from tests.support.killing import check_nothing_lost, look
 from tests.support.processes import Command
@@ -52,7 +52,7 @@ def test_a_push_through_files_says_that_there_is_no_room(disk: tuple[Path, Resiz
     folder, _ = disk
     with (
         pytest.raises(EngineError, match=r"cannot write to engine\.server\.folder: .*No space left"),
-        _written(folder, 1) as place,
+        weights_folder(folder, 1) as place,
     ):
         save_file({"weight": torch.zeros(100_000)}, place / "model.safetensors")
     assert list(folder.iterdir()) == []

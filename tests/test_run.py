@@ -33,6 +33,7 @@ from agentrl.rollout import limits
 from agentrl.run.build import build
 from agentrl.run.export import export
 from agentrl.testing import check_env
+from tests.plugin.package.stranger.plain import PlainConfig
 from tests.support.each import each
 from tests.support.hugging_face import hugging_face_folder
 from tests.support.processes import in_process
@@ -155,6 +156,36 @@ def train_adapters(precision: str, tmp_path: Path) -> None:
     before, after = (load_file(path / "model.safetensors") for path in (Path(base), tmp_path / "exported"))
     assert before.keys() == after.keys()
     assert not all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_a_merge_in_half_precision_loses_is_asked_for_and_measured(tmp_path: Path) -> None:
+    in_process(partial(merge_adapters, tmp_path))
+
+
+def merge_adapters(tmp_path: Path) -> None:
+    model: dict[str, Any] = {
+        "name_or_path": hugging_face_folder(tmp_path / "model", rewrites=False),
+        "lora": {"rank": 2},
+    }
+    given: dict[str, Any] = {
+        "train": {"precision": "bfloat16", "learning_rate": 1e-4, "agreement": 0.2},
+        "warmup": {"steps": 2, "num_demonstrations": 4, "learning_rate": 1e-4},  # so that adapters are something
+    }
+    with pytest.raises(
+        ConfigError, match=r"^model\.lora: engine\.name: .* set model\.lora\.merge: true to accept the loss$"
+    ):
+        train(
+            recipe(
+                tmp_path / "refused",
+                model=model,
+                engine={"name": f"{PlainConfig.__module__}:PlainConfig"},
+                **given,
+            )
+        )
+    _, rows = train(recipe(tmp_path, model=model | {"lora": {"rank": 2, "merge": True}}, **given))
+    assert all(0.3 < row["mismatch/lost_change"] < 1 for row in rows[1:]), rows
+    _, rows = train(recipe(tmp_path / "kept", model=model, **given))
+    assert not any("mismatch/lost_change" in row for row in rows)
 
 
 def test_one_process_alone_rounds_what_is_frozen_and_shares_it_with_the_reference_though_sharding_is_full(

@@ -69,8 +69,8 @@ def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest
                 patch.setattr(vllm_server, "sync_weights", watched)
                 agentrl.train("adapters.yaml", overrides=("--run_dir", "adapters"), quiet=True)
             assert (
-                pushed == [(True, False), (True, True)] * 2 + [(False, True)] * 2
-            )  # proven before the warm-up, and after it
+                pushed == [(True, False), (True, True), (False, True)] * 2 + [(False, True)] * 2
+            )  # proven before the warm-up, and after it, by perturbed weights and perturbed adapters
             Command(
                 "launch", "--processes", "2", "adapters.yaml", "--run_dir", "shared", "--train.sharding", "full"
             ).finish()

@@ -1,7 +1,7 @@
 """Engine of recipes that name none: the one expected to be fastest."""
 
 from agentrl.engine.base import Engine, EngineContext
-from agentrl.engine.vllm.common import is_installed, is_reloadable
+from agentrl.engine.vllm.common import adapter_arguments, is_installed, is_reloadable
 from agentrl.engine.vllm.engine import VLLMConfig
 from agentrl.errors import ConfigError
 from agentrl.models.auto_classes import head_size, layer_configs
@@ -37,6 +37,10 @@ class AutoConfig(VLLMConfig):
 def is_vllm_faster(context: EngineContext) -> bool:
     """Return whether vLLM can sample for this run and is expected to be faster."""
     if context.shard.num_processes > 1 or not is_installed() or not is_reloadable(context.model.config):
+        return False
+    try:
+        adapter_arguments(context.adapters, context.dtype, model=context.model)
+    except ConfigError:
         return False
     if context.device.type == "cuda":
         return True

@@ -9,12 +9,21 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from agentrl.errors import EngineError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.recipe.plugin import Plugin, Seam
 from agentrl.types import Completion, Sampling, TaskShard
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Low-rank adapters in training."""
+
+    rank: int
+    layers: tuple[str, ...]
+    """Names of the layers that they change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +49,9 @@ class EngineContext:
     """The engine samples while the policy is updated."""
     returns_experts: bool = False
     """Completions carry the experts chosen by the routers of a mixture (`Completion.experts`)."""
+    adapters: Adapters | None = None
+    """Adapters that a half-precision engine keeps apart from the weights (`AdapterEngine`): merged into them, most of a young
+    adapter is rounded away. None: it gets merged weights."""
 
 
 class EngineConfig(Plugin):
@@ -155,10 +167,17 @@ class KeptBase(IntEnum):
 
 @runtime_checkable
 class AdapterEngine(Engine, Protocol):
-    """An engine that can keep the weights of the model and take low-rank changes of them."""
+    """An engine that can keep the weights of the model and take low-rank changes of them.
+
+    In half precision it adds the changes to what layers compute, not to their weights.
+    """
 
     async def kept_base(self) -> KeptBase:
-        """Return whether the next sync of adapters must send the model's weights too."""
+        """Return whether the next sync of adapters must send the model's weights too.
+
+        Raises:
+            ConfigError: if adapters must stay apart (`EngineContext.adapters`), and cannot.
+        """
 
     async def load_adapters(
         self,
@@ -173,6 +192,19 @@ class AdapterEngine(Engine, Protocol):
             base: all weights of the model, to be kept. None: the kept ones.
             version: policy version.
         """
+
+
+def is_half(dtype: "torch.dtype") -> bool:
+    """Return whether a dtype has half precision."""
+    return dtype.itemsize < 4
+
+
+def merging_refused(reason: str) -> ConfigError:
+    """Return the error of an engine that cannot keep adapters apart from weights in half precision."""
+    return ConfigError(
+        f"model.lora: {reason}, and merged in half precision most of a young adapter is rounded away. Set engine.name: "
+        "transformers, or train.precision: float32; or set model.lora.merge: true to accept the loss"
+    )
 
 
 LONGEST_WAIT_S = 60.0

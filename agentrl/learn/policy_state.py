@@ -24,6 +24,7 @@ from agentrl.policy.lora import (
     has_adapters,
     holds_adapters,
     load_adapter,
+    lost_change,
     merged_weights,
     save_adapter,
     weight_changes,
@@ -135,8 +136,12 @@ class PolicyState:
             self.schedule.step()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's weights, adapters merged into them, one whole at a time; called on every rank."""
-        return merged_weights(self.policy.model)
+        """Yield the model's weights, adapters merged into them in float32, one whole at a time; called on every rank."""
+        return merged_weights(self.policy.model, is_rounded=False)
+
+    def lost_change(self, dtype: torch.dtype) -> float:
+        """Return the share of the adapters' change that a dtype has no room for; called on every rank."""
+        return lost_change(self.policy.model, dtype)
 
     @property
     def has_adapters(self) -> bool:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from agentrl.recipe.plugin import MayChange
 from agentrl.types import Amount, Count, between
 
 Layout = Literal["tree", "packed", "padded"]
@@ -67,6 +68,10 @@ class LoraSettings(BaseModel):
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers to adapt, by the ends of their names: `[q_proj, v_proj]`. `all-linear`: all but the head. The experts
     and routers of a mixture stay as they are."""
+    merge: Annotated[bool, MayChange()] = False
+    """Let an engine in half precision sample from weights with the adapters merged in, which is faster and works for every
+    model. Rounding then removes most of a young adapter: `mismatch/lost_change` is the share. In float32 adapters are merged
+    anyway, and nothing is lost."""
 
 
 class ModelConfig(BaseModel):

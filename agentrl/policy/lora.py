@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -26,13 +27,16 @@ from agentrl.policy.config import LoraSettings
 from agentrl.recipe.registry import suggest
 
 __all__ = [
+    "adapted_layers",
     "adapter_state",
     "add_lora",
     "base_weights",
     "check_adapter",
+    "find_layers",
     "has_adapters",
     "holds_adapters",
     "load_adapter",
+    "lost_change",
     "merged_weights",
     "round_frozen",
     "save_adapter",
@@ -61,7 +65,7 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
             may be unusable after the latter.
     """
     peft = _peft()
-    layers = _find_layers(model, settings.target_modules)
+    layers = find_layers(model, settings.target_modules)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=model.config.name_or_path or None,
@@ -70,20 +74,38 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
         target_modules=layers,
     )
     peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
-    if set(_adapted(model)) != set(layers):
+    if set(adapted_layers(model)) != set(layers):
         # By their names peft takes dense layers of a mixture for its experts, here and when it loads adapters.
         raise ConfigError(
             f"model.lora.target_modules: peft cannot list all linear layers of {type(model).__name__} from its experts; "
             "set it to those of its attention: [q_proj, k_proj, v_proj, o_proj]"
         )
-    for layer in _adapted(model).values():
+    for layer in adapted_layers(model).values():
         if layer.weight.is_meta:  # of weights without content peft makes adapters without
             for matrices in (layer.lora_A, layer.lora_B):
                 matrices[_ADAPTER].to_empty(device="cpu")
             layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
+        layer.forward = MethodType(_forward, layer)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def _forward(layer: Any, inputs: Tensor) -> Tensor:
+    """Return the output of an adapted layer, in half precision rounded once.
+
+    peft adds the adapter's output to one that is rounded already: of a young adapter nearly nothing would be left.
+    """
+    half = torch.is_autocast_enabled(inputs.device.type) or layer.weight.dtype.itemsize < 4
+    if not half:
+        outputs: Tensor = type(layer).forward(layer, inputs)
+        return outputs
+    change = layer.lora_B[_ADAPTER](layer.lora_A[_ADAPTER](inputs)) * layer.scaling[_ADAPTER]
+    weight_IO = layer.weight if layer.fan_in_fan_out else layer.weight.T
+    flat = torch.addmm(change.flatten(0, -2), inputs.flatten(0, -2), weight_IO)
+    outputs = flat.unflatten(0, inputs.shape[:-1])
+    bias = layer.base_layer.bias
+    return outputs if bias is None else outputs + bias.to(outputs.dtype)
 
 
 def round_frozen(model: Any) -> None:
@@ -93,26 +115,27 @@ def round_frozen(model: Any) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(model: Any, *, is_rounded: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight with its adapter merged into it, by its name in the model without adapters.
 
-    In the order of that model's `state_dict` and in the dtype of the weight; the sum is computed in float32 and rounded
-    once. Sharded weights are gathered one at a time, and every rank must go through all of them.
+    In the order of that model's `state_dict`. The sum is computed in float32, and rounded once to the dtype of the weight
+    unless `is_rounded` is false. Sharded weights are gathered one at a time, and every rank must go through all of them.
     The model is left as it is. Without adapters these are the entries of its `state_dict`.
     """
-    layers, state = _adapted(model), model.state_dict()
+    layers, state = adapted_layers(model), model.state_dict()
     for name, weight in base_weights(model):
         layer, _, kind = name.rpartition(".")
         if kind != "weight" or layer not in layers:
             yield name, weight
             continue
         left, right = _change(layer, layers[layer], state)
-        yield name, (weight + left @ right).to(weight.dtype)
+        merged = weight + left @ right
+        yield name, merged.to(weight.dtype) if is_rounded else merged
 
 
 def base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight without its adapter, otherwise as `merged_weights`."""
-    layers = _adapted(model)
+    layers = adapted_layers(model)
     for name, tensor in model.state_dict().items():
         if name.partition(".lora_")[0] not in layers:
             layer, _, kind = name.rpartition(".base_layer.")
@@ -125,8 +148,28 @@ def weight_changes(model: Any) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     Their product is the adapter's change of the weight, in the weight's layout. Every rank must go through all.
     """
     state = model.state_dict()
-    for name, layer in _adapted(model).items():
+    for name, layer in adapted_layers(model).items():
         yield f"{name}.weight", _change(name, layer, state)
+
+
+def lost_change(model: Any, dtype: torch.dtype) -> float:
+    """Return the share of the adapters' change D of the weights W that is lost if their sum is rounded to a dtype.
+
+        1 - <round(W + D) - round(W), D> / <D, D>
+
+    The products are over all adapted weights; 0 while adapters change nothing. Every rank must call it.
+    """
+    changes = dict(weight_changes(model))
+    arrived, whole = 0.0, 0.0
+    for name, weight in base_weights(model):
+        if name not in changes:
+            continue
+        left, right = changes[name]
+        change = left @ right
+        rounded = (weight + change).to(dtype).float() - weight.to(dtype).float()
+        arrived += float((rounded * change).sum(dtype=torch.float64))
+        whole += float((change * change).sum(dtype=torch.float64))
+    return 1 - arrived / whole if whole else 0.0
 
 
 def adapter_state(model: Any) -> dict[str, Tensor]:
@@ -149,7 +192,7 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 def has_adapters(model: Any) -> bool:
     """Return whether `add_lora` prepared a model."""
-    return bool(_adapted(model))
+    return bool(adapted_layers(model))
 
 
 def holds_adapters(folder: Path) -> bool:
@@ -201,7 +244,7 @@ def load_adapter(model: Any, folder: Path) -> None:
 
 def _hash_base(model: Any) -> str:
     """Return a hash of some of the weights that are adapted, as bfloat16 rounds them: another fine-tuning has another."""
-    layers = list(_adapted(model).values())
+    layers = list(adapted_layers(model).values())
     digest = hashlib.sha256()
     for layer in layers[:: max(1, len(layers) // 16)]:
         weight = _whole(layer.weight).flatten()[:_NUM_HASHED]
@@ -210,8 +253,12 @@ def _hash_base(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _find_layers(model: Any, targets: Literal["all-linear"] | tuple[str, ...]) -> list[str]:
-    """Return the names of the linear layers to adapt, of those that text goes through."""
+def find_layers(model: Any, targets: Literal["all-linear"] | tuple[str, ...]) -> list[str]:
+    """Return the names of the linear layers to adapt, of those that text goes through.
+
+    Raises:
+        ConfigError: for targets that do not exist or cannot be adapted.
+    """
     from transformers.pytorch_utils import Conv1D
 
     read = {id(one) for part in text_modules(model) for one in part.modules()}
@@ -254,7 +301,7 @@ def _scale(config: dict[str, Any]) -> dict[str, Any]:
     return {key: config.get(key) or None for key in _SCALE}
 
 
-def _adapted(model: Any) -> dict[str, Any]:
+def adapted_layers(model: Any) -> dict[str, Any]:
     """Return the layers that have an adapter, by name: those with attributes of peft, which may not be installed."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
 

@@ -272,8 +272,10 @@ def marked(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, info in section.model_fields.items():
         if mark_of(info):
             yield prefix + name
-        elif isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from marked(info.annotation, f"{prefix}{name}.")
+            continue
+        for inner in (info.annotation, *get_args(info.annotation)):  # the latter of a section that may be left out
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from marked(inner, f"{prefix}{name}.")
 
 
 def _without_marked(section: BaseModel, dumped: dict[str, Any]) -> dict[str, Any]:

@@ -159,9 +159,20 @@ def _build(
         credit=credit,
         signals=signals,
         learner=learner,
-        weight_sync=WeightSync(
-            pool, learner, runner=runner, seed=recipe.seed, config=recipe.train, overrides=recipe.engine.overrides
-        ),
+        weight_sync=_weight_sync(recipe, pool, learner, runner),
+    )
+
+
+def _weight_sync(recipe: Recipe, pool: RolloutPool, learner: Learner, runner: asyncio.Runner) -> WeightSync:
+    lora = recipe.model.lora
+    return WeightSync(
+        pool,
+        learner,
+        runner=runner,
+        seed=recipe.seed,
+        config=recipe.train,
+        overrides=recipe.engine.overrides,
+        merges_into=getattr(torch, recipe.train.precision) if lora is not None and lora.merge else None,
     )
 
 
@@ -290,6 +301,7 @@ def _open_engine(
         device=device,
         handover=handover,
         returns_experts=recipe.loss.routing_replay == "engine",
+        lora=recipe.model.lora,
     )
     stack.callback(lambda: runner.run(engine.close()))
     return engine

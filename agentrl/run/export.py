@@ -10,6 +10,8 @@ import torch
 from agentrl.chat import load_tokenizer
 from agentrl.data.files import check_name
 from agentrl.distributed.checkpoints import checkpoint_errors, step_of
+from agentrl.engine.base import Adapters
+from agentrl.engine.vllm.common import adapter_arguments, parse_dtype
 from agentrl.engine.vllm.experts import routed_experts_arguments
 from agentrl.engine.vllm.launch import Server, start_server
 from agentrl.engine.vllm.servers import VLLMServerConfig
@@ -17,7 +19,7 @@ from agentrl.errors import ConfigError
 from agentrl.learn.policy_state import load_weights
 from agentrl.models.auto_classes import auto_class, freeze_towers
 from agentrl.policy.export import export_adapter, export_model, stop_at
-from agentrl.policy.lora import add_lora
+from agentrl.policy.lora import adapted_layers, add_lora
 from agentrl.policy.model import Policy, load_pretrained, make_local_model
 from agentrl.recipe.config import Recipe
 from agentrl.report.card import write_card
@@ -98,10 +100,16 @@ def serve(
         "max_num_seqs": config.max_batch_size,
         "max_num_batched_tokens": max(config.max_prefill_tokens, recipe.rollout.max_context_tokens),
     }
+    options |= config.vllm
+    lora, model = recipe.model.lora, parts.policy.model
+    adapters = None if lora is None or lora.merge else Adapters(rank=lora.rank, layers=tuple(adapted_layers(model)))
+    dtype = parse_dtype(options["dtype"], model)
     return start_server(
         folder / "model",
         port=url.port or 80,
         log=folder / "server.log",
-        options=options | (routed_experts_arguments() if returns_experts else {}) | config.vllm,
+        options=adapter_arguments(adapters, dtype, model=model)
+        | (routed_experts_arguments() if returns_experts else {})
+        | options,
         timeout_s=timeout_s,
     )

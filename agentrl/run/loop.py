@@ -89,11 +89,11 @@ def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepRes
         update = partial(credit_and_update, parts, own_groups, version=step - 1, is_replaying=is_replaying, clock=clock)
         result = while_sampling(parts.runner, update) if rollout.samples_during_update else update()
         clock.lap()
-        parts.weight_sync.push(step)
+        push_metrics = parts.weight_sync.push(step)
         if proves_push or not rollout.waits_for_all:
             parts.weight_sync.check_samples()
         clock.lap("push_s")
-    metrics = result.metrics | {"time/loop_lag_s": parts.pool.loop_lag_s} | process_metrics()
+    metrics = result.metrics | push_metrics | {"time/loop_lag_s": parts.pool.loop_lag_s} | process_metrics()
     sampling_s, sampled = parts.engine.busy_s - busy_before_s, [] if is_replaying else result.groups
     metrics |= clock.metrics(sampled, sampling_s=sampling_s, is_async=rollout.samples_during_update)
     return replace(result, metrics=metrics)

@@ -24,7 +24,7 @@ from torch import Tensor
 from agentrl.chat import ChatMLRenderer, Renderer, train_tokenizer
 from agentrl.distributed.processes import from_rank_zero, num_processes, set_deadline
 from agentrl.engine import Engine, EngineConfig, EngineContext
-from agentrl.engine.base import IdleEngine
+from agentrl.engine.base import AdapterEngine, Adapters, IdleEngine, is_half, merging_refused
 from agentrl.env import EnvDescription
 from agentrl.env.make import EnvConfig
 from agentrl.errors import ConfigError, TrainingError, UserError
@@ -34,9 +34,9 @@ from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.tokens import rows_of
 from agentrl.models.auto_classes import fix_frequencies, freeze_towers
 from agentrl.models.moe import experts_of
-from agentrl.policy.config import Layout, ModelConfig
+from agentrl.policy.config import Layout, LoraSettings, ModelConfig
 from agentrl.policy.layout import check_head, choose_layout
-from agentrl.policy.lora import add_lora, round_frozen
+from agentrl.policy.lora import add_lora, find_layers, round_frozen
 from agentrl.policy.model import Policy, check_dropout, load_pretrained, make_local_model
 from agentrl.policy.sharded_checkpoint import load_sharded, small_like
 from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks, describe_env
@@ -329,6 +329,7 @@ def build_engine(
     device: torch.device,
     handover: Path,
     returns_experts: bool = False,
+    lora: LoraSettings | None = None,
 ) -> Engine:
     """Return the engine of this rank, which samples from a copy of the model's weights.
 
@@ -341,6 +342,7 @@ def build_engine(
         device: of the engine.
         handover: folder for weights on their way to another process.
         returns_experts: the engine reports the experts that a mixture chose, which training replays.
+        lora: adapters, if these are trained.
 
     Raises:
         ConfigError: if it cannot be had.
@@ -362,8 +364,19 @@ def build_engine(
         repeats_exactly=rollout.repeats_exactly,
         samples_during_update=rollout.samples_during_update,
         returns_experts=returns_experts,
+        adapters=_adapters(model, lora),
     )
-    return config.build(context)
+    engine = config.build(context)
+    if context.adapters is not None and is_half(context.dtype) and not isinstance(engine, AdapterEngine):
+        raise merging_refused(f"engine.name: {config.name} takes merged weights only")
+    return engine
+
+
+def _adapters(model: Any, lora: LoraSettings | None) -> Adapters | None:
+    """Return the adapters that an engine may not merge."""
+    if lora is None or lora.merge:
+        return None
+    return Adapters(rank=lora.rank, layers=tuple(find_layers(model, lora.target_modules)))
 
 
 def build_pool(

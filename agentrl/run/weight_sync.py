@@ -59,6 +59,7 @@ class WeightSync:
         seed: int,
         config: TrainConfig,
         overrides: Mapping[str, Any] = MappingProxyType({}),
+        merges_into: torch.dtype | None = None,
     ) -> None:
         """Take the parts.
 
@@ -69,6 +70,8 @@ class WeightSync:
             seed: seed of the tokens that are sampled for comparison.
             config: holds the largest difference of log-probabilities (`train.agreement`).
             overrides: fields of the recipe that may make the engine compute something else, and their values.
+            merges_into: dtype of merged weights, for a metric, if adapters are merged whatever is lost
+                (`model.lora.merge`); an engine that has a `dtype` knows better.
         """
         self._pool = pool
         self._learner = learner
@@ -76,14 +79,15 @@ class WeightSync:
         self._seed = seed
         self._config = config
         self._overrides = overrides
+        self._merges_into = merges_into
         self.bound = config.agreement_bound()
         """Largest difference of log-probabilities, in nats."""
 
     def verify_and_push(self, version: int) -> float:
         """Sync the weights as `version`, and prove that the engine samples from them.
 
-        On text that it samples, the engine's log-probabilities must equal the learner's, and differ once the weights are
-        perturbed.
+        On text that it samples, the engine's log-probabilities must equal the learner's, and differ once the weights, or the
+        adapters of an engine that takes them, are perturbed.
 
         Returns:
             Mean difference of log-probabilities under the same weights, in nats.
@@ -99,6 +103,8 @@ class WeightSync:
         vocab_size = self._learner.state.policy.model.config.get_text_config().vocab_size
         random_ids = np.random.default_rng(self._seed).integers(vocab_size, size=_NUM_TOKENS // 2).tolist()
         least = min(self._differences(self.samples(random_ids)))
+        if self._push_adapters(version, is_perturbed=True):
+            least = min(least, *self._differences(self.samples(random_ids)))
         self.push(version)
         samples = self.samples()
         found = max(self._differences(samples))
@@ -111,18 +117,33 @@ class WeightSync:
         self.check_agreement(found)
         return found
 
-    def push(self, version: int) -> None:
-        """Sync the weights to the engine, as `version`: the adapters alone if every rank's engine has the base weights."""
+    def push(self, version: int) -> dict[str, float]:
+        """Sync the weights to the engine, as `version`: the adapters alone if every rank's engine has the base weights.
+
+        Returns:
+            Metrics.
+        """
         state, engine = self._learner.state, self._pool.context.engine
-        kept = KeptBase.IMPOSSIBLE
-        if state.has_adapters:
-            mine = self._runner.run(engine.kept_base()) if isinstance(engine, AdapterEngine) else kept
-            kept = min(all_gather([mine]))
-        if kept is KeptBase.IMPOSSIBLE:
+        if not self._push_adapters(version):
             self._load(state.weights(), version)
-            return
+        if self._merges_into is None:
+            return {}
+        dtype = getattr(engine, "dtype", None) or self._merges_into
+        return {"mismatch/lost_change": state.lost_change(dtype)}
+
+    def _push_adapters(self, version: int, *, is_perturbed: bool = False) -> bool:
+        """Sync adapters, perturbed ones if asked; return whether the engines take adapters."""
+        state, engine = self._learner.state, self._pool.context.engine
+        if not state.has_adapters:
+            return False
+        mine = self._runner.run(engine.kept_base()) if isinstance(engine, AdapterEngine) else KeptBase.IMPOSSIBLE
+        kept = min(all_gather([mine]))
+        if kept is KeptBase.IMPOSSIBLE:
+            return False
         base = None if kept is KeptBase.THERE else state.base_weights()
         changes = state.weight_changes()
+        if is_perturbed:
+            changes = ((name, _perturbed(left, right)) for name, (left, right) in changes)
 
         async def load() -> None:
             assert isinstance(engine, AdapterEngine)
@@ -130,6 +151,7 @@ class WeightSync:
             await engine.load_adapters(changes, base, version)
 
         self._runner.run(load())
+        return True
 
     def check_samples(self) -> None:
         """Sample a few tokens, and compare their log-probabilities with the learner's.
@@ -199,3 +221,9 @@ class WeightSync:
             raise EngineError(
                 f"the engine did not answer its self-proof within rollout.engine_timeout_s: {rollout.engine_timeout_s:g}"
             ) from None
+
+
+def _perturbed(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return other matrices of a low-rank change. One of them is 0 before the first update."""
+    rows, columns = (torch.linspace(-1, 1, size, device=left.device) for size in (left.shape[0], right.shape[1]))
+    return left + rows[:, None], right + columns

@@ -5,15 +5,19 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from agentrl.engine.base import KeptBase
 from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine, sample, uniforms
 from agentrl.errors import ConfigError, EngineError
 from agentrl.models.moe import experts_of, recording
+from agentrl.policy.config import LoraSettings
+from agentrl.policy.lora import add_lora, base_weights, merged_weights, round_frozen, weight_changes
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
 from tests.support.each import each
@@ -656,3 +660,92 @@ def test_experts_are_told_to_whom_they_were_promised_alone() -> None:
 
     assert run(play(TransformersEngine(make_mixture()))) == b""
     assert run(play(TransformersEngine(make_model(), returns_experts=True))) == b""  # a dense model has none
+
+
+def low_rank_changes(model: Any, *, scale: float) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Changes of all weights of the layers."""
+    generator = torch.Generator().manual_seed(1)
+
+    def matrix(*sizes: int) -> torch.Tensor:
+        return scale * torch.randn(sizes, generator=generator)
+
+    return {
+        name: (matrix(len(weight), 2), matrix(2, weight.shape[1]))
+        for name, weight in model.state_dict().items()
+        if name.endswith("_proj.weight")
+    }
+
+
+def test_a_young_adapter_changes_what_the_engine_computes_as_it_changes_the_trainer() -> None:
+    trainer = make_model()
+    add_lora(trainer, LoraSettings(rank=2, alpha=4))
+    round_frozen(trainer)
+    for name, parameter in trainer.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=1e-3)
+    engine = TransformersEngine(make_model(dtype=torch.bfloat16), keeps_adapters=True)
+    run(engine.load_adapters(weight_changes(trainer), base_weights(trainer), 1))
+    merged = dict(merged_weights(trainer))
+    for name, _ in weight_changes(trainer):
+        layer_name = name.removesuffix(".weight")
+        inputs_RI = torch.randn(500, merged[name].shape[1], generator=torch.Generator().manual_seed(2)).bfloat16()
+        layer, own = trainer.get_submodule(layer_name), engine._model.get_submodule(layer_name)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            expected_RO, before_RO = layer(inputs_RI), layer.base_layer(inputs_RI)
+        assert not torch.equal(expected_RO, before_RO)
+        assert torch.equal(own(inputs_RI), expected_RO)
+        assert not torch.equal(torch.nn.functional.linear(inputs_RI, merged[name]), expected_RO)
+
+
+def test_adapters_are_of_the_weights_that_came_with_them_and_go_with_the_next_ones() -> None:
+    engine = TransformersEngine(make_model(1, dtype=torch.bfloat16), keeps_adapters=True)
+    plain = make_model(dtype=torch.bfloat16)
+    changes = low_rank_changes(plain, scale=0.3)
+    adapted = make_model(dtype=torch.bfloat16)
+    for name, (left, right) in changes.items():
+        adapted.get_parameter(name).data += left @ right
+
+    async def main() -> None:
+        async def distance(model: Any, version: int) -> float:
+            done = await engine.generate(prompt(3), sampling(20), "a")
+            assert set(done.versions) == {version}
+            expected = reference(model, prompt(3), done.token_ids, 1.0)
+            return float(np.abs(np.subtract(done.logprobs, expected)).mean())
+
+        assert await engine.kept_base() is KeptBase.MISSING
+        await engine.load_adapters(changes.items(), plain.state_dict().items(), 1)
+        assert await engine.kept_base() is KeptBase.THERE
+        assert await distance(adapted, 1) < 0.03
+        half = {name: (left / 2, right) for name, (left, right) in changes.items()}
+        await engine.load_adapters(half.items(), None, 2)
+        assert await distance(adapted, 2) > 0.2
+        await engine.load_adapters(changes.items(), None, 3)
+        assert await distance(adapted, 3) < 0.03
+        await engine.load_weights(plain.state_dict().items(), 4)
+        assert await engine.kept_base() is KeptBase.MISSING
+        assert await distance(plain, 4) < 0.03
+        wrong = (torch.zeros(3, 1), torch.zeros(1, 3))
+        with pytest.raises(
+            EngineError, match=r"weight 'model\.layers\.0\.self_attn\.q_proj\.weight' of shape \(3, 3\)"
+        ):
+            await engine.load_adapters([("model.layers.0.self_attn.q_proj.weight", wrong)], None, 5)
+
+    run(main())
+
+
+def test_adapters_of_weights_that_are_transposed() -> None:
+    torch.manual_seed(0)
+    model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2)).bfloat16().eval()
+    layer = model.get_submodule("transformer.h.0.attn.c_attn")
+    left, right = torch.randn(32, 2), torch.randn(2, 96)
+    inputs_RI = torch.randn(50, 32).bfloat16()
+    plain_RO = layer(inputs_RI)
+    engine = TransformersEngine(model, keeps_adapters=True)
+    run(engine.load_adapters([("transformer.h.0.attn.c_attn.weight", (left, right))], None, 1))
+    expected_RO = plain_RO.float() + inputs_RI.float() @ left @ right
+    assert torch.allclose(layer(inputs_RI).float(), expected_RO, rtol=0.05, atol=0.3)
+
+
+def test_in_float32_adapters_are_merged() -> None:
+    assert run(TransformersEngine(make_model(), keeps_adapters=True).kept_base()) is KeptBase.IMPOSSIBLE
+    assert run(TransformersEngine(make_model(dtype=torch.bfloat16)).kept_base()) is KeptBase.IMPOSSIBLE

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.engine.base import Adapters, KeptBase
 from agentrl.engine.vllm import weights as vllm_weights
 from agentrl.engine.vllm.common import BACKEND, is_installed
 from agentrl.engine.vllm.engine import VLLMConfig, VLLMEngine
@@ -326,7 +327,7 @@ def check_adapters(runner: asyncio.Runner, engine: VLLMEngine, model: Any, end: 
             model.load_state_dict({name: base[name] + scale * left @ right}, strict=False)
         assert sent
         received = [*sent.items(), *(base.items() if seed == 1 else ())]
-        update = SimpleNamespace(base=end, brings_base=seed == 1)
+        update = SimpleNamespace(base=end, brings_base=seed == 1, adapter=None)
 
         def load(worker: Any, received: Any = received, update: Any = update) -> None:
             worker.weight_transfer_engine.load(received, update)
@@ -335,6 +336,86 @@ def check_adapters(runner: asyncio.Runner, engine: VLLMEngine, model: Any, end: 
         run(runner, engine._call(lambda: engine._llm.reset_prefix_cache(reset_running_requests=True)))
         done = run(runner, engine.generate([1, 2, 3], sampling(16), "a"))
         assert done.logprobs == pytest.approx(plain_logprobs(model, [1, 2, 3], done.token_ids, 1.0), rel=0, abs=1e-4)
+
+
+def test_adapters_stay_apart_from_weights_in_half_precision(runner: asyncio.Runner) -> None:
+    model = make_model()
+    names = [
+        name for name in model.state_dict() if name.endswith(("q_proj.weight", "v_proj.weight", "down_proj.weight"))
+    ]
+    generator = torch.Generator().manual_seed(1)
+
+    def matrix(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator) / 4
+
+    shapes = {name: model.get_parameter(name).shape for name in names}
+    changes = {name: (matrix(rows, 3), matrix(3, columns)) for name, (rows, columns) in shapes.items()}
+    adapted = make_model()
+    for name, (left, right) in changes.items():
+        adapted.get_parameter(name).data += left @ right
+    adapters = Adapters(rank=3, layers=tuple(name.removesuffix(".weight") for name in names))
+    engine = VLLMEngine(model, VLLMConfig(max_batch_size=4), max_tokens=64, dtype=torch.bfloat16, adapters=adapters)
+
+    def distance(model: Any, version: int) -> float:
+        done = run(runner, engine.generate([1, 2, 3], sampling(16), "a"))
+        assert set(done.versions) == {version}
+        expected = plain_logprobs(model.bfloat16(), [1, 2, 3], done.token_ids, 1.0)
+        return float(np.abs(np.subtract(done.logprobs, expected)).mean())
+
+    assert run(runner, engine.kept_base()) is KeptBase.MISSING
+    run(runner, engine.load_adapters(changes.items(), make_model().state_dict().items(), 1))
+    assert run(runner, engine.kept_base()) is KeptBase.THERE
+
+    def sizes(worker: Any) -> set[int]:
+        return {
+            len(layer.base_layer.weight) for layer in worker.model_runner.lora_manager._adapter_manager.modules.values()
+        }
+
+    assert run(runner, engine._call(engine._llm.collective_rpc, sizes)) == [{32, 128}]  # none is packed
+    assert distance(adapted, 1) < 0.05
+    half = {name: (left / 2, right) for name, (left, right) in changes.items()}
+    run(runner, engine.load_adapters(half.items(), None, 2))
+    assert distance(adapted, 2) > 0.2
+    unknown = {"model.embed_tokens.weight": (torch.zeros(VOCAB, 3), torch.zeros(3, 32))}
+    with pytest.raises(EngineError, match=r"keeps no adapter of 'model\.embed_tokens' apart from the weights"):
+        run(runner, engine.load_adapters(unknown.items(), None, 3))
+    with pytest.raises(EngineError, match="failed half-way"):
+        run(runner, engine.generate([1, 2, 3], sampling(16), "a"))
+    run(runner, engine.load_weights(make_model(1).state_dict().items(), 4))
+    assert run(runner, engine.kept_base()) is KeptBase.MISSING
+    assert distance(make_model(1), 4) < 0.05
+    run(runner, engine.load_adapters(changes.items(), make_model().state_dict().items(), 5))
+    assert distance(adapted, 5) < 0.05
+    run(runner, engine.close())
+
+
+def test_a_layer_of_vllm_with_an_adapter_is_rounded_once() -> None:
+    worker = import_module("agentrl.engine.vllm.worker")
+    generator = torch.Generator().manual_seed(1)
+    inputs_RI, weight_OI = (torch.randn(size, generator=generator).bfloat16() for size in ((4000, 32), (48, 32)))
+    change_RO = 2e-3 * torch.randn(4000, 48, generator=generator)
+    layer = SimpleNamespace(
+        _get_quant_method=lambda: worker.UnquantizedLinearMethod.__new__(worker.UnquantizedLinearMethod),
+        base_layer=SimpleNamespace(weight=weight_OI),
+        _apply_lora_to_output=lambda _, outputs_RO: outputs_RO.add_(change_RO),
+    )
+    for bias_O in (None, torch.ones(48).bfloat16()):
+        found_RO = worker._apply_once_rounded(layer, inputs_RI, bias_O)
+        plain_RO = torch.nn.functional.linear(inputs_RI, weight_OI, bias_O)
+        arrived = ((found_RO.float() - plain_RO.float()) * change_RO).sum() / (change_RO**2).sum()
+        assert float(arrived) == pytest.approx(1, abs=0.1)
+        twice_RO = plain_RO + change_RO.bfloat16()
+        assert ((twice_RO.float() - plain_RO.float()) * change_RO).sum() / (change_RO**2).sum() < 0.6
+
+
+def test_adapters_that_vllm_would_have_to_merge_in_half_precision_are_refused() -> None:
+    for make, rank, words in (
+        (make_model, 513, "up to rank 512"),
+        (make_experts, 2, "of a mixture of experts on a CPU"),
+    ):
+        adapters = Adapters(rank=rank, layers=("model.layers.0.self_attn.q_proj",))
+        with pytest.raises(ConfigError, match=rf"^model\.lora: vLLM .*{words}.* model\.lora\.merge: true"):
+            VLLMEngine(make(), VLLMConfig(), max_tokens=64, dtype=torch.bfloat16, adapters=adapters)
 
 
 @pytest.mark.slow

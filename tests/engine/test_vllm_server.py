@@ -29,14 +29,14 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from agentrl.engine.base import KeptBase, Sampler
+from agentrl.engine.base import Adapters, KeptBase, Sampler
 from agentrl.engine.vllm import http as vllm_outstanding
 from agentrl.engine.vllm import launch as vllm_launch
 from agentrl.engine.vllm import server as vllm_push
 from agentrl.engine.vllm import weights as vllm_weights
-from agentrl.engine.vllm.common import ServerConfig, is_installed
+from agentrl.engine.vllm.common import ServerConfig, adapter_arguments, is_installed
 from agentrl.engine.vllm.experts import VLLMExperts
-from agentrl.engine.vllm.http import Fault, Http
+from agentrl.engine.vllm.http import Fault, Http, ServerLostError
 from agentrl.engine.vllm.launch import Server, start_server
 from agentrl.engine.vllm.server import VLLMServer
 from agentrl.engine.vllm.weights import Channel, ServedModel, find_ties, in_buckets
@@ -224,6 +224,79 @@ def test_each_worker_of_a_server_takes_its_part_of_weights_and_adapters(model_fo
     assert not (tmp_path / "weights").exists()
 
 
+ADAPTERS = Adapters(rank=3, layers=tuple(name.removesuffix(".weight") for name in changes(0)))
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_adapters_stay_apart_from_the_weights_of_a_server_in_half_precision(model_folder: Path, tmp_path: Path) -> None:
+    options = {"max_model_len": 100, "max_num_seqs": 4, "dtype": "bfloat16"}
+    options |= adapter_arguments(ADAPTERS, torch.bfloat16, model=make_model())
+
+    async def main(url: str) -> None:
+        engine = VLLMServer(ServerConfig(url=url, timeout_s=100), folder=tmp_path, adapters=ADAPTERS)
+
+        async def distance(model: Any, version: int) -> float:
+            done = await engine.generate(prompt(3, 40), sampling(20), "checked")
+            assert set(done.versions) == {version}
+            expected = plain_logprobs(model.bfloat16(), prompt(3, 40), done.token_ids, 1.0)
+            return float(np.abs(np.subtract(done.logprobs, expected)).mean())
+
+        assert await engine.kept_base() is KeptBase.MISSING
+        await engine.load_adapters(changes(1).items(), weights(0), 1)
+        assert await engine.kept_base() is KeptBase.THERE
+        assert await distance(adapted(1), 1) < 0.05
+        await engine.load_adapters(changes(2).items(), None, 2)
+        assert await distance(adapted(2), 2) < 0.05
+        assert await distance(adapted(1), 2) > 0.2
+        await engine.load_weights(weights(1), 3)
+        assert await engine.kept_base() is KeptBase.MISSING
+        assert await distance(make_model(1), 3) < 0.05
+        await engine.close()
+
+    log = tmp_path / "server.log"
+    with start_server(model_folder, port=free_port(), log=log, options=options, timeout_s=600) as server:
+        run(main(server.url))
+
+
+@each(
+    ("served", "words"),
+    [
+        ({"dtype": torch.bfloat16}, "was not started to keep adapters of rank 3 apart from weights"),
+        ({"dtype": torch.bfloat16, "adapter_rank": 2}, "was not started to keep adapters of rank 3 apart from weights"),
+        ({"dtype": torch.bfloat16, "adapter_rank": 8, "num_workers": 0}, "takes weights in files alone"),
+        ({"dtype": torch.bfloat16, "adapter_rank": 8}, None),
+        ({"dtype": torch.float32}, None),
+    ],
+)
+def test_a_server_that_would_merge_adapters_in_half_precision_is_refused(
+    served: dict[str, Any], words: str | None, tmp_path: Path
+) -> None:
+    engine = VLLMServer(ServerConfig(), folder=tmp_path, adapters=ADAPTERS)
+    engine.model = ServedModel(**{"shapes": {}, "vocab_size": VOCAB, "num_workers": 1, **served})
+    if words is None:
+        assert run(engine.kept_base()) is KeptBase.MISSING
+    else:
+        with pytest.raises(ConfigError, match=rf"^model\.lora: vLLM's server at http://127\.0\.0\.1:8000 {words}"):
+            run(engine.kept_base())
+    merging = VLLMServer(ServerConfig(), folder=tmp_path)
+    merging.model = engine.model
+    assert run(merging.kept_base()) is (KeptBase.MISSING if engine.model.num_workers else KeptBase.IMPOSSIBLE)
+
+
+def test_a_server_that_has_lost_its_adapter_was_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = VLLMServer(ServerConfig(), folder=tmp_path, adapters=ADAPTERS)
+    engine.model = ServedModel(shapes={}, vocab_size=VOCAB, dtype=torch.bfloat16, num_workers=1, adapter_rank=8)
+    engine.has_adapter = True
+
+    async def refuse(_method: str, _path: str, body: Any, **_: Any) -> Any:
+        raise EngineError(f"HTTP 404: The model `{body['model']}` does not exist. Valid aliases: /model.")
+
+    monkeypatch.setattr(engine._http, "request_once", refuse)
+    with pytest.raises(ServerLostError, match=r"samples with weights without adapters .* it was started again"):
+        run(engine.generate([1], sampling(), "a"))
+
+
 @needs_vllm
 def test_adapters_that_break_off_need_all_weights_again(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -297,7 +370,7 @@ def test_an_update_that_a_killed_trainer_has_left_open_keeps_the_next_from_nothi
 ) -> None:
     async def main() -> None:
         async with with_weights(server, tmp_path) as engine:
-            store, port = vllm_push._listen("127.0.0.1", 60)
+            store, port = vllm_weights.listen("127.0.0.1", 60)
             meeting = {
                 "host": "127.0.0.1",
                 "port": port,
@@ -337,7 +410,7 @@ def test_weights_go_through_the_folder_where_the_server_cannot_reach_this_proces
 ) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if is_refused:  # nobody listens there
-        monkeypatch.setattr(vllm_push, "_listen", lambda *_: (store, free_port()))
+        monkeypatch.setattr(vllm_push, "listen", lambda *_: (store, free_port()))
     else:
         monkeypatch.setattr(vllm_push, "address_towards", lambda *_: "192.0.2.1")  # no machine has this address
     monkeypatch.setattr(vllm_push, "_JOIN_S", 2.0)

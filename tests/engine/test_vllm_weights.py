@@ -16,7 +16,12 @@ def test_weights_are_those_of_the_family_s_own_class(name: str, tmp_path: Path) 
     model = tiny_model(name, vocab_size=97)
     model.save_pretrained(tmp_path)
     answer = ServerInfo(
-        name=str(tmp_path), dtype=torch.bfloat16, logprobs_mode="processed_logprobs", num_workers=1, is_gpu=False
+        name=str(tmp_path),
+        dtype=torch.bfloat16,
+        logprobs_mode="processed_logprobs",
+        num_workers=1,
+        is_gpu=False,
+        adapter_rank=0,
     )
     served = load_served_model(answer)
     assert {name: weight.shape for name, weight in served.shapes.items()} == {

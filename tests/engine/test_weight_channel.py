@@ -11,8 +11,17 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from agentrl.engine.vllm import weights as vllm_weights
-from agentrl.engine.vllm.server import _listen, _on_daemon_thread
-from agentrl.engine.vllm.weights import Bucket, Channel, ServedModel, Weight, in_buckets, pack, unpack
+from agentrl.engine.vllm.weights import (
+    Bucket,
+    Channel,
+    ServedModel,
+    Weight,
+    in_buckets,
+    listen,
+    on_daemon_thread,
+    pack,
+    unpack,
+)
 
 CPU = torch.device("cpu")
 
@@ -42,7 +51,7 @@ class Receiver:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, Receiver]]:
-    store, port = _listen("127.0.0.1", 60)
+    store, port = listen("127.0.0.1", 60)
     receiver = Receiver(port)
     channel = Channel(store, rank=0, size=2, device=CPU, address="127.0.0.1", timeout_s=60)
     yield channel, receiver
@@ -95,7 +104,7 @@ def test_an_interrupt_waits_for_no_server_that_hangs(ends: tuple[Channel, Receiv
             ended.set()
 
     async def interrupted() -> None:
-        sending = asyncio.create_task(_on_daemon_thread(send))
+        sending = asyncio.create_task(on_daemon_thread(send))
         while not begun.is_set():
             await asyncio.sleep(0.01)
         sending.cancel()
@@ -114,4 +123,4 @@ def test_what_a_call_beside_raises_comes_back() -> None:
         raise RuntimeError("connection reset")
 
     with pytest.raises(RuntimeError, match="connection reset"):
-        asyncio.run(_on_daemon_thread(fail))
+        asyncio.run(on_daemon_thread(fail))

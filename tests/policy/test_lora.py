@@ -18,11 +18,14 @@ from agentrl.errors import ConfigError
 from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.layout import attending, hidden_states, lay_out
 from agentrl.policy.lora import (
+    adapted_layers,
     adapter_state,
     add_lora,
     base_weights,
     load_adapter,
+    lost_change,
     merged_weights,
+    round_frozen,
     save_adapter,
     weight_changes,
 )
@@ -184,6 +187,55 @@ def test_a_plain_model_with_the_merged_weights_computes_the_same(name: str) -> N
     plain.load_state_dict(dict(merged_weights(model)))
     assert torch.allclose(hidden(plain), hidden(model), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(hidden(plain), far, rtol=1e-1, atol=1e-1)
+
+
+@pytest.mark.parametrize("name", ["tied", "transposed"])
+def test_a_young_adapter_is_not_rounded_away_in_half_precision(name: str) -> None:
+    model = trained(name, LoraSettings(rank=2, alpha=4))
+    exact = {layer: copy.deepcopy(module) for layer, module in adapted_layers(model).items()}
+    round_frozen(model)
+    for layer, module in adapted_layers(model).items():
+        for matrix in (module.lora_B, exact[layer].lora_B):  # A as it was drawn, B of a first step
+            matrix["default"].weight.data.normal_(std=2e-4, generator=torch.Generator().manual_seed(1))
+        before, inputs_RI = module.base_layer, torch.randn(4000, module.in_features).bfloat16()
+        change_RO = exact[layer](inputs_RI.float()) - exact[layer].base_layer(inputs_RI.float())
+        weights = torch.randn(4000, module.out_features)
+        with torch.autocast("cpu", torch.bfloat16):
+            found_RO, before_RO = module(inputs_RI), before(inputs_RI)
+        arrived = ((found_RO.float() - before_RO.float()) * change_RO).sum() / (change_RO**2).sum()
+        assert float(arrived.detach()) == pytest.approx(1, abs=0.1)
+        for half, single in ((found_RO.float(), module), (exact[layer](inputs_RI.float()), exact[layer])):
+            (half * weights).sum().backward()
+            assert single.lora_B["default"].weight.grad is not None
+        for matrix in ("lora_A", "lora_B"):
+            got, expected = (getattr(one, matrix)["default"].weight.grad for one in (module, exact[layer]))
+            assert (got - expected).norm() < 0.02 * expected.norm()
+
+
+def test_merged_weights_are_not_rounded_if_the_engine_may_have_room() -> None:
+    model = trained("tied", dtype=torch.bfloat16)
+    weights, changes = dict(base_weights(model)), dict(weight_changes(model))
+    for name, weight in merged_weights(model, is_rounded=False):
+        left, right = changes.get(name, (torch.zeros(1, 1), torch.zeros(1, 1)))
+        assert torch.equal(weight, weights[name] + left @ right if name in changes else weights[name])
+
+
+def test_the_share_of_a_change_that_rounding_removes() -> None:
+    model = tiny("tied").bfloat16()
+    add_lora(model, LoraSettings(rank=1, alpha=1, target_modules=("layers.0.self_attn.q_proj",)))
+    (layer,) = (module for name, module in model.named_modules() if name.endswith("layers.0.self_attn.q_proj"))
+    assert lost_change(model, torch.bfloat16) == 0  # B is 0 at first
+    # Numbers of bfloat16 from 1 to 2 lie 2**-7 apart: of a change of 2**-9 nothing is left, one of 2**-7 arrives whole.
+    layer.base_layer.weight.data.fill_(1.0)
+    layer.lora_A["default"].weight.data.fill_(1.0)
+    layer.lora_B["default"].weight.data.fill_(2.0**-9)
+    assert lost_change(model, torch.bfloat16) == 1
+    assert lost_change(model, torch.float32) == 0
+    layer.lora_B["default"].weight.data.fill_(2.0**-7)
+    assert lost_change(model, torch.bfloat16) == 0
+    # 2**-7 in half of the rows, 2**-9 in the others: 1 - 2**-14 / (2**-14 + 2**-18) = 1/17 is lost.
+    layer.lora_B["default"].weight.data[::2] = 2.0**-9
+    assert lost_change(model, torch.bfloat16) == pytest.approx(1 / 17, rel=1e-6)
 
 
 def test_merged_weights_of_a_model_without_adapters_are_its_state_dict() -> None:

@@ -21,14 +21,16 @@ from agentrl.errors import EngineError, TrainingError
 from agentrl.learn.interrupt import _interrupted
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
-from agentrl.run.build import Parts
+from agentrl.run.build import Parts, build
 from agentrl.run.checkpoint import load_checkpoint, save
 from agentrl.run.record import Stopwatch
 from agentrl.run.weight_sync import WeightSync
 from tests.support.each import each
+from tests.support.hugging_face import hugging_face_folder
 from tests.support.interrupts import After, run_with
+from tests.support.processes import in_process
 from tests.support.run_files import repeatable
-from tests.support.runs import Runs, Steps
+from tests.support.runs import Runs, Steps, recipe
 from tests.support.threads import hang
 from tests.support.trajectories import some_groups
 
@@ -126,6 +128,28 @@ def test_an_engine_that_runs_other_weights_is_found_out_at_the_start(
 ) -> None:
     with pytest.raises(EngineError, match=words):
         runs.begin(engine_class=engine_class)
+
+
+class LossyEngine(TransformersEngine):
+    """Takes weights and no adapters."""
+
+    async def load_adapters(self, changes: Any, base: Any, version: int) -> None:
+        await super().load_adapters([], base, version)
+
+
+@pytest.mark.process
+def test_an_engine_that_drops_adapters_is_found_out_at_the_start(tmp_path: Path) -> None:
+    in_process(partial(begin_with_adapters, tmp_path))  # accelerate's precision is that of a process
+
+
+def begin_with_adapters(tmp_path: Path) -> None:
+    model = {"name_or_path": hugging_face_folder(tmp_path / "model", rewrites=False), "lora": {"rank": 2}}
+    train = {"precision": "bfloat16", "agreement": 0.2}
+    with build(recipe(tmp_path, model=model, train=train)) as parts:
+        parts.weight_sync.verify_and_push(0)
+        parts.engine.__class__ = LossyEngine
+        with pytest.raises(EngineError, match="do not reach its samples"):
+            parts.weight_sync.verify_and_push(0)
 
 
 @each("sharpness", [0.01, 1.0, 1000.0])

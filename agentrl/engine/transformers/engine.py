@@ -7,13 +7,15 @@ import copy
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from agentrl.engine.base import EngineContext
+from agentrl.engine.base import EngineContext, KeptBase, is_half
 from agentrl.engine.batched import BatchedConfig, BatchedEngine, Request, check_weight
 from agentrl.engine.transformers.cache import RECURRENT, RaggedCache, use_grouped_attention
 from agentrl.errors import ConfigError, EngineError
@@ -73,6 +75,7 @@ class TransformersConfig(BatchedConfig):
             self.with_lockstep(context),
             max_context_tokens=context.max_context_tokens,
             returns_experts=context.returns_experts,
+            keeps_adapters=context.adapters is not None,
         )
 
 
@@ -90,6 +93,7 @@ class TransformersEngine(BatchedEngine):
         *,
         max_context_tokens: int | None = None,
         returns_experts: bool = False,
+        keeps_adapters: bool = False,
     ) -> None:
         """Take ownership of a transformers causal language model.
 
@@ -98,6 +102,7 @@ class TransformersEngine(BatchedEngine):
             config: fields of the engine.
             max_context_tokens: longest context, which bounds the cache.
             returns_experts: completions carry the experts of a mixture.
+            keeps_adapters: keep adapters apart from weights in half precision.
         """
         vocab_size: int = model.get_input_embeddings().num_embeddings
         super().__init__(config or TransformersConfig(), vocab_size=vocab_size)
@@ -107,6 +112,11 @@ class TransformersEngine(BatchedEngine):
         self._map_logits = logit_map(model.config)
         use_grouped_attention(model)
         self._device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self._keeps_adapters = keeps_adapters and is_half(model.dtype)
+        self._has_base = False
+        self._adapted: list[nn.Module] = []
+        """Layers that compute with an adapter."""
         self._rows = [_Row(index=i) for i in range(self._config.max_batch_size)]
         self._max_context_tokens = max_context_tokens
         self._experts = experts_of(model) if returns_experts else None
@@ -125,14 +135,53 @@ class TransformersEngine(BatchedEngine):
 
     async def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copy weights into the model, by the names of its `state_dict`, and drop every cached key and value."""
+        self._begin_loading()
+        self._has_base = False
+        self._copy(named_tensors)
+        self._version = version
+
+    async def kept_base(self) -> KeptBase:
+        """Return whether the next sync of adapters must send the model's weights too; see `AdapterEngine`."""
+        if not self._keeps_adapters:
+            return KeptBase.IMPOSSIBLE
+        return KeptBase.THERE if self._has_base else KeptBase.MISSING
+
+    async def load_adapters(
+        self,
+        changes: Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor]]],
+        base: Iterable[tuple[str, torch.Tensor]] | None,
+        version: int,
+    ) -> None:
+        """Add low-rank changes of weights to what layers compute; see `AdapterEngine`."""
+        self._begin_loading()
+        for name, (left, right) in changes:
+            check_weight(name, torch.empty(left.shape[0], right.shape[1], device="meta"), self._model.state_dict())
+            layer = self._model.get_submodule(name.rpartition(".")[0])
+            # Most layers keep their weights as (out, in), GPT-2's as (in, out).
+            first, second = (left, right) if isinstance(layer, Conv1D) else (right.T, left.T)
+            layer.forward = partial(
+                _forward_adapted, layer, first.to(self._device, self.dtype), second.to(self._device, self.dtype)
+            )
+            self._adapted.append(layer)
+        if base is not None:
+            self._has_base = False
+            self._copy(base)
+            self._has_base = True
+        self._version = version
+
+    def _begin_loading(self) -> None:
+        """Drop adapters and cache; first, because weights that are refused half-way have changed the model too."""
         self._check_loadable()
-        self._forget()  # first: weights that are refused half-way have changed the model too
+        self._forget()
+        while self._adapted:
+            del self._adapted.pop().forward
+
+    def _copy(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         own: dict[str, torch.Tensor] = self._model.state_dict()
         with torch.no_grad():
             for name, tensor in named_tensors:
                 check_weight(name, tensor, own)
                 own[name].copy_(tensor)
-        self._version = version
 
     async def close(self) -> None:
         """Drop the model and the cache."""
@@ -319,6 +368,15 @@ def sample(
     tokens_B = torch.where(is_greedy_B, scaled_BV.argmax(-1), tokens_B)
     logprobs_B = logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1)
     return tokens_B.tolist(), torch.where(is_greedy_B, 0.0, logprobs_B).tolist()
+
+
+def _forward_adapted(layer: Any, first_IZ: torch.Tensor, second_ZO: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Return a layer's output with a low-rank change of its weight, rounded once, as the trainer computes it."""
+    flat_RI = inputs.flatten(0, -2)
+    weight_IO = layer.weight if isinstance(layer, Conv1D) else layer.weight.T
+    flat_RO = torch.addmm(flat_RI @ first_IZ @ second_ZO, flat_RI, weight_IO)
+    outputs: torch.Tensor = flat_RO if layer.bias is None else flat_RO + layer.bias
+    return outputs.view(*inputs.shape[:-1], -1)
 
 
 def _length(row: _Row) -> int:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import torch
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from agentrl.engine.base import Adapters, is_half, merging_refused
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import AmountOrZero, Count, FinishReason, Sampling, Seconds
 
@@ -126,6 +128,42 @@ def engine_arguments(*, is_cpu: bool) -> dict[str, Any]:
         # vLLM on a CPU when its prompt is computed in parts ("CPU Generator does not use offset").
         arguments |= {"block_size": 32, "enable_chunked_prefill": False}
     return arguments
+
+
+ADAPTER = "policy"
+"""Name of the adapter in vLLM."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM makes room."""
+
+
+def adapter_arguments(adapters: Adapters | None, dtype: torch.dtype, *, model: Any) -> dict[str, Any]:
+    """Return the arguments of vLLM's `EngineArgs` that keep adapters apart from weights; none unless `dtype` is half precision.
+
+    Raises:
+        ConfigError: if vLLM cannot keep them apart.
+    """
+    if adapters is None or not is_half(dtype):
+        return {}
+    if adapters.rank > _RANKS[-1]:
+        raise merging_refused(
+            f"vLLM keeps adapters up to rank {_RANKS[-1]} apart from weights, not rank {adapters.rank}"
+        )
+    if not torch.cuda.is_available() and any(name.endswith(".experts") for name, _ in model.named_modules()):
+        raise merging_refused("vLLM cannot keep adapters apart from the weights of a mixture of experts on a CPU")
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(rank for rank in _RANKS if rank >= adapters.rank),
+        # Others stay as they are: wrapped, experts alone would take gigabytes.
+        "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in adapters.layers}),
+    }
+
+
+def parse_dtype(given: torch.dtype | str | None, model: Any) -> torch.dtype:
+    """Return the dtype that vLLM's option `dtype` names; None and `auto` are the model's."""
+    if given is None or given == "auto":
+        given = model.dtype
+    return given if isinstance(given, torch.dtype) else getattr(torch, given, torch.float32)
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:

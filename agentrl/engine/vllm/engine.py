@@ -16,23 +16,26 @@ import numpy as np
 import torch
 from pydantic import Field, ValidationError
 
-from agentrl.engine.base import Engine, EngineContext
+from agentrl.engine.base import Adapters, Engine, EngineContext, KeptBase, merging_refused
 from agentrl.engine.batched import BatchedConfig, BatchedEngine, Request
 from agentrl.engine.vllm.common import (
+    ADAPTER,
     CHANGES_LOGPROBS,
     FINISH_REASONS,
     HOW_TO_INSTALL,
     LOGPROBS_MODE,
     MIN_TEMPERATURE,
+    adapter_arguments,
     check_one_process,
     check_reloadable,
     engine_arguments,
     is_installed,
+    parse_dtype,
     sampled_logprobs,
     sampling_fields,
 )
 from agentrl.engine.vllm.experts import VLLMExperts, routed_experts_arguments
-from agentrl.engine.vllm.weights import ServedModel, Weight, find_ties, in_buckets
+from agentrl.engine.vllm.weights import Changes, ServedModel, Weight, changes_in_buckets, find_ties, in_buckets
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, FinishReason, Sampling
 
@@ -85,6 +88,7 @@ class VLLMConfig(BatchedConfig):
             dtype=context.dtype,
             max_tokens=context.max_context_tokens,
             returns_experts=context.returns_experts,
+            adapters=context.adapters,
         )
 
 
@@ -110,6 +114,7 @@ class VLLMEngine(BatchedEngine):
         max_tokens: int,
         dtype: torch.dtype | None = None,
         returns_experts: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         """Build a transformers causal language model in vLLM, with random weights: load some before sampling.
 
@@ -119,22 +124,28 @@ class VLLMEngine(BatchedEngine):
             max_tokens: longest context, prompt and completion together.
             dtype: dtype of vLLM's weights. None: the model's.
             returns_experts: completions carry the experts of a mixture; on a GPU only.
+            adapters: adapters to keep apart from weights in half precision.
 
         Raises:
-            ConfigError: if vLLM is not installed, cannot run this model, or cannot return its experts here.
+            ConfigError: if vLLM is not installed, cannot run this model, cannot return its experts here, or cannot keep its
+                adapters apart.
         """
         vocab_size: int = model.config.get_text_config().vocab_size
         super().__init__(config := config or VLLMConfig(), vocab_size=vocab_size)
         self._sleeps = config.sleep
         self._arguments = config.vllm
+        self.dtype = parse_dtype(config.vllm.get("dtype", dtype), model)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="agentrl-vllm")
         self._model = ServedModel(
             shapes={name: tensor.to("meta") for name, tensor in model.state_dict().items()},
             vocab_size=vocab_size,
-            dtype=dtype or model.dtype,
+            dtype=self.dtype,
             ties=find_ties(model),
         )
         self._experts = VLLMExperts.for_model(model) if returns_experts else None
+        self._adapter_arguments = adapter_arguments(adapters, self.dtype, model=model)
+        self._has_base = False
+        """vLLM has the weights that adapters change."""
         self._is_loading = False
         self._is_half_loaded = False
         # Used by the thread only:
@@ -143,8 +154,10 @@ class VLLMEngine(BatchedEngine):
         """Requests that vLLM has, by its ids for them."""
         self._ended: list[tuple[Request, Any]] = []
         self._number = 0
+        self._adapter: Any = None
+        """vLLM's request for the adapter of which it samples. None: there is none."""
         try:
-            self._llm = self._executor.submit(self._build, model, dtype or model.dtype, max_tokens).result()
+            self._llm = self._executor.submit(self._build, model, max_tokens).result()
         except BaseException:
             self._executor.shutdown(wait=True)
             raise
@@ -173,17 +186,44 @@ class VLLMEngine(BatchedEngine):
 
     async def load_weights(self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> None:
         """Replace all weights, by the names of transformers' `state_dict`, and drop every cached key and value."""
+        await self._replace(in_buckets(named_tensors, self._model), None, version)
+        self._has_base = False
+
+    async def kept_base(self) -> KeptBase:
+        """Return whether the next sync of adapters must send the model's weights too; see `AdapterEngine`."""
+        if not self._adapter_arguments:
+            return KeptBase.IMPOSSIBLE
+        return KeptBase.THERE if self._has_base else KeptBase.MISSING
+
+    async def load_adapters(
+        self, changes: Changes, base: "Iterable[tuple[str, torch.Tensor]] | None", version: int
+    ) -> None:
+        """Let vLLM's LoRA layers add low-rank changes of weights; see `AdapterEngine`."""
+        buckets = changes_in_buckets(changes, self._model)
+        matrices = {name: weight.tensor for bucket in buckets for weight in bucket for name in weight.names}
+        await self._replace(None if base is None else in_buckets(base, self._model), matrices, version)
+        self._has_base = True
+
+    async def _replace(
+        self, buckets: Iterator[list[Weight]] | None, matrices: dict[str, torch.Tensor] | None, version: int
+    ) -> None:
+        """Replace weights, if there are any, and the adapter, and drop every cached key and value."""
         self._check_loadable()
-        buckets = in_buckets(named_tensors, self._model)
-        buckets = chain([next(buckets)], buckets)  # errors in the first bucket come before vLLM is touched
+        if buckets is not None:
+            buckets = chain([next(buckets)], buckets)  # errors in the first bucket come before vLLM is touched
         self._is_half_loaded = self._is_loading = True
         try:
-            await self._load(self._begin_reload)
-            try:
-                for bucket in buckets:
-                    await self._load(self._reload, bucket)
-            finally:
-                await self._load(self._end_reload, version)
+            await self._load(self._wake_weights)
+            if buckets is not None:
+                self._has_base = False
+                await self._load(self._begin_reload)
+                try:
+                    for bucket in buckets:
+                        await self._load(self._reload, bucket)
+                finally:
+                    await self._load(self._end_reload)
+            await self._load(self._replace_adapter, matrices, version)
+            await self._load(self._end_replacing, version)
             self._is_half_loaded, self._version = False, version
         finally:
             self._is_loading = False
@@ -265,7 +305,7 @@ class VLLMEngine(BatchedEngine):
 
     # The methods below run on that thread.
 
-    def _build(self, model: Any, dtype: torch.dtype, max_tokens: int) -> Any:
+    def _build(self, model: Any, max_tokens: int) -> Any:
         if not is_installed():
             raise ConfigError(f"engine.name: vLLM is not installed; {HOW_TO_INSTALL}, or set engine.name: transformers")
         with _as_it_was(), tempfile.TemporaryDirectory(prefix="agentrl-vllm-") as folder:
@@ -286,11 +326,12 @@ class VLLMEngine(BatchedEngine):
             arguments = engine_arguments(is_cpu=is_cpu) | {
                 "model": folder,
                 "load_format": "dummy",  # a weight sync comes before sampling
-                "dtype": str(dtype).removeprefix("torch."),
+                "dtype": str(self.dtype).removeprefix("torch."),
                 "max_model_len": max_tokens,
                 "max_num_seqs": self._config.max_batch_size,
                 "max_num_batched_tokens": max(self._config.max_prefill_tokens, max_tokens),
                 "disable_log_stats": True,
+                **self._adapter_arguments,
             }
             if self._experts is not None:
                 arguments |= routed_experts_arguments()
@@ -302,6 +343,10 @@ class VLLMEngine(BatchedEngine):
                 llm.collective_rpc("continue_random_numbers")
             except (TypeError, ValueError, RuntimeError) as error:
                 words = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+                if self._adapter_arguments and "LoRA" in str(words):
+                    raise merging_refused(
+                        f"vLLM cannot keep adapters of this model apart from its weights ({str(words).rstrip('.')})"
+                    ) from error
                 raise ConfigError(
                     f"engine.name: 'vllm' cannot run this model: {str(words).rstrip('.')}. Set engine.name: transformers"
                 ) from error
@@ -325,7 +370,9 @@ class VLLMEngine(BatchedEngine):
             raise ValueError(f"it samples at no temperature between 0 and {MIN_TEMPERATURE}")
         self._number += 1
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
-        vllm_id = self._llm.add_request(f"{request.request_id}:{self._number}", prompt, _params(request.sampling))
+        vllm_id = self._llm.add_request(
+            f"{request.request_id}:{self._number}", prompt, _params(request.sampling), lora_request=self._adapter
+        )
         self._running[vllm_id] = request
         # A state without a queue reports nothing when its request is aborted.
         self._llm.output_processor.request_states[vllm_id].queue = _Mailbox(vllm_id, self._put)
@@ -357,9 +404,11 @@ class VLLMEngine(BatchedEngine):
             self._llm.wake_up()
             self._is_asleep = False
 
-    def _begin_reload(self) -> None:
+    def _wake_weights(self) -> None:
         if self._is_asleep:
             self._llm.wake_up(["weights"])
+
+    def _begin_reload(self) -> None:
         self._llm.collective_rpc("forget_kernels")
         self._llm.collective_rpc("begin_reload")
 
@@ -367,8 +416,21 @@ class VLLMEngine(BatchedEngine):
         weights = [(name, weight.tensor) for weight in bucket for name in weight.names]
         self._llm.collective_rpc("reload_some", kwargs={"weights": weights})
 
-    def _end_reload(self, version: int) -> None:
+    def _end_reload(self) -> None:
         self._llm.collective_rpc("end_reload")
+
+    def _replace_adapter(self, matrices: dict[str, torch.Tensor] | None, version: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        if matrices is None:
+            self._adapter = None
+            return
+        path = f"agentrl:{version}"
+        self._llm.collective_rpc("keep_adapter", kwargs={"path": path, "matrices": matrices})
+        self._llm.add_lora(LoRARequest(ADAPTER, 1, path, load_inplace=True))
+        self._adapter = LoRARequest(ADAPTER, 1, path)
+
+    def _end_replacing(self, version: int) -> None:
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.set_weight_version(str(version))
 

@@ -93,8 +93,9 @@ class Http:
         body: Any = None,
         *,
         parse: Callable[[Any], _T] = lambda answer: answer,
+        is_text: bool = False,
     ) -> _T:
-        """Make a request once, and return its parsed answer.
+        """Make a request once, and return its parsed answer, of JSON or of text.
 
         Raises:
             Fault: if a retry may help.
@@ -113,7 +114,7 @@ class Http:
                 + (_NO_ROUTE if response.status_code == 404 else "")
             )
         try:
-            return parse(response.json())
+            return parse(response.text if is_text else response.json())
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise Fault(
                 f"an answer that is none ({type(error).__name__}: {error}): {response.text[:_MAX_WORDS]!r}"

@@ -80,7 +80,7 @@ def start_server(model: Path, *, port: int, log: Path, options: Mapping[str, Any
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=_environment() | os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+            env=_environment() | os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
             start_new_session=True,
         )
     server = Server(url=f"http://{f'[{host}]' if ':' in host else host}:{port}", process=process)
@@ -129,8 +129,10 @@ def _command_line(arguments: Mapping[str, Any]) -> list[str]:
         option = name.replace("_", "-")
         if isinstance(value, bool):
             line.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, list | tuple):
+            line += [f"--{option}", *map(str, value)]
         elif value is not None:
-            line += [f"--{option}", json.dumps(value) if isinstance(value, dict | list | tuple) else str(value)]
+            line += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return line
 
 

@@ -6,12 +6,8 @@ at once: through a channel to each server if all can receive from one, else thro
 
 import asyncio
 import logging
-import shutil
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,11 +16,10 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import torch
-from safetensors import SafetensorError
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from agentrl.engine.base import KeptBase
+from agentrl.engine.base import Adapters, KeptBase, is_half, merging_refused
 from agentrl.engine.vllm.common import (
+    ADAPTER,
     MIN_TEMPERATURE,
     ServerConfig,
     check_success,
@@ -36,24 +31,25 @@ from agentrl.engine.vllm.experts import VLLMExperts
 from agentrl.engine.vllm.http import Fault, Http, PendingRequests, ServerLostError
 from agentrl.engine.vllm.weights import (
     Bucket,
+    Changes,
     Channel,
     ServedModel,
     Weight,
     address_towards,
     changes_in_buckets,
     in_buckets,
+    listen,
     load_served_model,
+    on_daemon_thread,
     pack,
     parse_server_info,
+    weights_folder,
     write_weights,
 )
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling
 
 R = TypeVar("R")
-
-Changes: TypeAlias = Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor]]]
-"""By weight name, two matrices whose product is added to the weight."""
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +73,13 @@ class VLLMServer:
     """
 
     def __init__(
-        self, config: ServerConfig, *, folder: Path, device: torch.device = _CPU, experts: VLLMExperts | None = None
+        self,
+        config: ServerConfig,
+        *,
+        folder: Path,
+        device: torch.device = _CPU,
+        experts: VLLMExperts | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """Create a client; nothing is sent before the first request.
 
@@ -86,7 +88,9 @@ class VLLMServer:
             folder: folder for weights that cannot go to the server directly, with the same path on both sides.
             device: device of the weights.
             experts: packs the experts that the server chose. None: they are not requested.
+            adapters: adapters to keep apart from weights in half precision.
         """
+        self.adapters = adapters
         self._experts = experts
         self._config = config
         self._http = Http(config)
@@ -95,6 +99,8 @@ class VLLMServer:
         """Weights can go there directly, as far as is known."""
         self.base: str | None = None
         """Name of the kept weights to which adapters are added. None: the server keeps none."""
+        self.has_adapter = False
+        """The server samples with an adapter beside its weights."""
         self._version = 0
         self.model: ServedModel | None = None
         """Model that the server runs. None: not asked yet."""
@@ -194,9 +200,22 @@ class VLLMServer:
 
     async def kept_base(self) -> KeptBase:
         """Return whether the next sync of adapters must send the model's weights too; see `AdapterEngine`."""
-        if not self.takes_channel or (self.model is not None and not self.model.num_workers):
+        model = self.model if self.adapters is None else await self.served_model()
+        is_direct = self.takes_channel and (model is None or model.num_workers > 0)
+        if self.adapters is not None and model is not None and is_half(model.dtype):
+            if model.adapter_rank < self.adapters.rank:
+                words = f"was not started to keep adapters of rank {self.adapters.rank} apart from weights (docs/engines.md)"
+                raise merging_refused(f"vLLM's server at {self.url} {words}")
+            if not is_direct:
+                raise merging_refused(f"vLLM's server at {self.url} takes weights in files alone")
+        if not is_direct:
             return KeptBase.IMPOSSIBLE
         return KeptBase.MISSING if self.base is None else KeptBase.THERE
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype in which the server computes. None: not known yet."""
+        return None if self.model is None else self.model.dtype
 
     async def load_adapters(
         self, changes: Changes, base: Iterable[tuple[str, torch.Tensor]] | None, version: int
@@ -334,11 +353,16 @@ class VLLMServer:
                 raise EngineError(f"request {request_id}: the last weight sync failed half-way: sync again")
             server_id = f"{request_id}.{uuid4().hex}"
             body = {"token_ids": prompt_ids, "request_id": server_id, "sampling_params": sampling_fields(sampling)}
+            body |= {"model": ADAPTER} if self.has_adapter else {}
             try:
                 async with self._out.waiting(server_id):
                     return await self._http.request_once(
                         "POST", _GENERATE, body, parse=lambda answer: self._read(answer, sampling, len(prompt_ids))
                     )
+            except EngineError as error:
+                if self.has_adapter and f"`{ADAPTER}` does not exist" in str(error):
+                    raise self._restarted("weights without adapters") from error
+                raise
             except (asyncio.CancelledError, Fault):
                 task = asyncio.create_task(self._abort(server_id))
                 self._aborts.add(task)
@@ -376,17 +400,21 @@ class VLLMServer:
             if name.isdecimal():
                 versions[start:end] = [int(name)] * (end - start)
             else:
-                raise ServerLostError(
-                    f"vLLM's server at {self._config.urls[0]} samples with weights of version {name!r} and not with those "
-                    "of the last weight sync: it was started again. Start the run again too; it resumes where it was"
-                )
+                raise self._restarted(f"weights of version {name!r}")
         if len(versions) != num_tokens:
             raise ValueError(f"versions of {len(versions)} tokens, not {num_tokens}")
         return tuple(versions)
 
+    def _restarted(self, found: str) -> ServerLostError:
+        return ServerLostError(
+            f"vLLM's server at {self.url} samples with {found} and not with those of the last weight sync: it was started "
+            "again. Start the run again too; it resumes where it was"
+        )
+
     async def begin_replacing(self) -> None:
         """Pause the server; until its weights are replaced, every request is refused."""
         self._is_half_loaded = True
+        self.has_adapter = False
         await self._http.request("a pause", "POST", "/pause?mode=abort&clear_cache=false")
         await self._extend("continue_random_numbers")  # a restarted server lacks it
 
@@ -399,6 +427,12 @@ class VLLMServer:
             paths = [str(path) for path in sorted(folder.iterdir())]
             reload = {"method": "read_weights", "kwargs": {"paths": paths, "ties": dict(ties)}}
         await self._http.request(f"reading the weights in {folder}", "POST", "/collective_rpc", reload)
+
+    async def load_adapter(self, path: str) -> None:
+        """Make the server load the adapter that its workers keep by this path."""
+        body = {"lora_name": ADAPTER, "lora_path": path, "load_inplace": True}
+        await self._http.request_once("POST", "/v1/load_lora_adapter", body, is_text=True)
+        self.has_adapter = True
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         """Make a request once."""
@@ -488,7 +522,7 @@ async def sync_weights(
             for receiver in receivers:
                 receiver.close()
             knows_ties = all(receiver.model.num_workers for receiver in receivers)
-            with _written(servers[0].folder, version) as place:
+            with weights_folder(servers[0].folder, version) as place:
                 await write_weights(place, buckets, has_ties=not knows_ties)
                 await each(lambda receiver: receiver.load_files(place, knows_ties=knows_ties))
         await each(_Receiver.finish)
@@ -536,41 +570,6 @@ async def _send_buckets(
     await send(packed)
 
 
-async def _on_daemon_thread(function: Callable[[], R]) -> R:
-    """Call on a daemon thread, abandoned after an interrupt: gloo returns late if the other end hangs."""
-    called: Future[R] = Future()
-
-    def call() -> None:
-        called.set_running_or_notify_cancel()
-        try:
-            called.set_result(function())
-        except Exception as error:  # noqa: BLE001 - carried over
-            called.set_exception(error)
-
-    threading.Thread(target=call, name="agentrl-weight-sync", daemon=True).start()
-    return await asyncio.wrap_future(called)
-
-
-def _listen(address: str, timeout_s: float) -> tuple[Any, int]:
-    """Return the store of the rendezvous with a server's workers, and its port."""
-    timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    return store, store.port
-
-
-@contextmanager
-def _written(folder: Path, version: int) -> Iterator[Path]:
-    """Make a folder for weights, and remove it when the context ends."""
-    place = (folder / f"version-{version}-{uuid4().hex[:8]}").resolve()
-    try:
-        place.mkdir(parents=True)
-        yield place
-    except (OSError, SafetensorError) as error:
-        raise EngineError(f"load_weights: cannot write to engine.server.folder: {error}") from error
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-
-
 class _Receiver:
     """A server that receives weights in one sync."""
 
@@ -581,6 +580,8 @@ class _Receiver:
         self._has_weights = has_weights
         self._base = (uuid4().hex if has_weights else server.base) if has_changes else None
         """Name of the kept weights to which changes are added. None: the server gets merged weights."""
+        self._adapter: str | None = None
+        """Path of the adapter that the changes are for the server. None: it adds them to weights."""
         self.channel: Channel | None = None
         self._taking: asyncio.Task[None] | None = None
         """Pending request to the server: first to join the channel, then to receive all weights."""
@@ -608,7 +609,7 @@ class _Receiver:
         self.server.base = None
         try:
             address = await asyncio.to_thread(address_towards, str(url.hostname), url.port or 80)
-            store, port = _listen(address, join_s)
+            store, port = listen(address, join_s)
             fields = {"host": address, "port": port, "num_workers": num_workers, "is_gpu": device.type == "cuda"}
             # While another server hangs, until its deadline, this one waits for the next bucket: longer than that.
             fields |= {"join_s": join_s, "timeout_s": 2 * timeout_s}
@@ -619,13 +620,15 @@ class _Receiver:
                         await self._taking
                     await asyncio.sleep(_POLL_S)
             size = 1 + num_workers
-            self.channel = await _on_daemon_thread(
+            self.channel = await on_daemon_thread(
                 lambda: Channel(store, rank=0, size=size, device=device, address=address, timeout_s=timeout_s)
             )
             await self._taking
             await self.server.call("/collective_rpc", {"method": "end_open_update"})
             await self.server.call("/start_weight_update")
-            update = {"base": self._base, "brings_base": self._has_weights}
+            if self._has_changes and self.server.adapters is not None and is_half(self.model.dtype):
+                self._adapter = f"agentrl:{self._version}-{uuid4().hex}"
+            update = {"base": self._base, "brings_base": self._has_weights, "adapter": self._adapter}
             self._taking = asyncio.create_task(self.server.call("/update_weights", {"update_info": update}))
         except (RuntimeError, OSError, EngineError, Fault) as error:
             self.close()
@@ -643,7 +646,7 @@ class _Receiver:
         """Send a bucket."""
         assert self.channel is not None
         try:
-            await _on_daemon_thread(partial(self.channel.send, bucket))
+            await on_daemon_thread(partial(self.channel.send, bucket))
         except RuntimeError as error:
             raise await self._failure_cause(error) from error
 
@@ -652,9 +655,11 @@ class _Receiver:
         assert self.channel is not None
         assert self._taking is not None
         try:
-            await _on_daemon_thread(self.channel.end)
+            await on_daemon_thread(self.channel.end)
             await self._taking
             await self.server.call("/finish_weight_update")
+            if self._adapter is not None:
+                await self.server.load_adapter(self._adapter)
         except (RuntimeError, Fault) as error:
             raise await self._failure_cause(error) from error
 

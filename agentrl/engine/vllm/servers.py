@@ -14,7 +14,8 @@ from agentrl.data.files import absolute
 from agentrl.engine.base import Engine, EngineConfig, EngineContext, KeptBase
 from agentrl.engine.vllm.common import ServerConfig, check_reloadable
 from agentrl.engine.vllm.http import ServerLostError
-from agentrl.engine.vllm.server import Changes, VLLMServer, sync_weights
+from agentrl.engine.vllm.server import VLLMServer, sync_weights
+from agentrl.engine.vllm.weights import Changes
 from agentrl.errors import EngineError
 from agentrl.types import Amount, Completion, Count, Sampling
 
@@ -222,7 +223,11 @@ class VLLMServerConfig(EngineConfig):
         experts = VLLMExperts.for_model(context.model) if context.returns_experts else None
         servers = [
             VLLMServer(
-                self.server.model_copy(update={"url": url}), folder=folder, device=context.device, experts=experts
+                self.server.model_copy(update={"url": url}),
+                folder=folder,
+                device=context.device,
+                experts=experts,
+                adapters=context.adapters,
             )
             for url in urls
         ]

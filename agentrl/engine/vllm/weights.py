@@ -6,17 +6,23 @@ writes files instead.
 
 import asyncio
 import json
+import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+from uuid import uuid4
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from agentrl.engine.batched import check_weight
@@ -24,10 +30,15 @@ from agentrl.engine.vllm.common import BACKEND, EXTENSION
 from agentrl.errors import EngineError
 from agentrl.models.auto_classes import auto_class
 
+R = TypeVar("R")
 LEFT, RIGHT = ".agentrl_left", ".agentrl_right"
 """Name suffixes of two matrices whose product is added to a weight."""
 _ALIGNMENT = 64
 """Alignment of each weight, in bytes."""
+
+
+Changes: TypeAlias = Iterable[tuple[str, tuple[Tensor, Tensor]]]
+"""By weight name, two matrices whose product is added to the weight."""
 
 
 class Weight(NamedTuple):
@@ -195,6 +206,8 @@ class ServerInfo(NamedTuple):
     num_workers: int
     """Number of its worker processes, if they can receive from a channel. 0: it reads files only."""
     is_gpu: bool
+    adapter_rank: int
+    """Largest rank of adapters that it keeps apart from weights. 0: it keeps none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +220,7 @@ class ServedModel:
     dtype: torch.dtype
     num_workers: int = 0
     is_gpu: bool = False
+    adapter_rank: int = 0
     ties: Mapping[str, str] = field(default_factory=dict)
     """Tied weights: name of a weight to the name of the one that it equals."""
 
@@ -223,6 +237,7 @@ def parse_server_info(answer: Any) -> ServerInfo:
         logprobs_mode=model["logprobs_mode"],
         num_workers=workers["world_size"] if can_receive and workers["data_parallel_size"] == 1 else 0,
         is_gpu=config["device_config"]["device"].startswith("cuda"),
+        adapter_rank=(config.get("lora_config") or {}).get("max_lora_rank", 0),
     )
 
 
@@ -246,6 +261,7 @@ def load_served_model(answer: ServerInfo) -> ServedModel:
         dtype=answer.dtype,
         num_workers=answer.num_workers,
         is_gpu=answer.is_gpu,
+        adapter_rank=answer.adapter_rank,
     )
 
 
@@ -289,9 +305,7 @@ def in_buckets(
     return _in_buckets(checked())
 
 
-def changes_in_buckets(
-    changes: Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor]]], model: ServedModel
-) -> Iterator[list[Weight]]:
+def changes_in_buckets(changes: Changes, model: ServedModel) -> Iterator[list[Weight]]:
     """Yield low-rank changes in buckets; each change is two matrices that the worker multiplies.
 
     Raises:
@@ -338,3 +352,38 @@ async def write_weights(folder: Path, buckets: Iterable[list[Weight]], *, has_ti
             await asyncio.to_thread(save_file, tensors, path)
             path.chmod(0o644)  # the server may run under another user
             num_files += 1
+
+
+async def on_daemon_thread(function: Callable[[], R]) -> R:
+    """Call on a daemon thread, abandoned after an interrupt: gloo returns late if the other end hangs."""
+    called: Future[R] = Future()
+
+    def call() -> None:
+        called.set_running_or_notify_cancel()
+        try:
+            called.set_result(function())
+        except Exception as error:  # noqa: BLE001 - carried over
+            called.set_exception(error)
+
+    threading.Thread(target=call, name="agentrl-weight-sync", daemon=True).start()
+    return await asyncio.wrap_future(called)
+
+
+def listen(address: str, timeout_s: float) -> tuple[Any, int]:
+    """Return the store of the rendezvous with a server's workers, and its port."""
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    return store, store.port
+
+
+@contextmanager
+def weights_folder(folder: Path, version: int) -> Iterator[Path]:
+    """Make a folder for weights, and remove it when the context ends."""
+    place = (folder / f"version-{version}-{uuid4().hex[:8]}").resolve()
+    try:
+        place.mkdir(parents=True)
+        yield place
+    except (OSError, SafetensorError) as error:
+        raise EngineError(f"load_weights: cannot write to engine.server.folder: {error}") from error
+    finally:
+        shutil.rmtree(place, ignore_errors=True)

@@ -1,18 +1,24 @@
 """Extension of vLLM's workers, loaded by vLLM in their processes. Names are those of vLLM 0.32."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from vllm.config import set_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.worker_manager import WorkerLoRAManager
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from agentrl.engine.vllm.common import BACKEND, DRAWN
@@ -80,9 +86,21 @@ class WorkerExtension:
         with set_current_vllm_config(self.model_runner.vllm_config):
             _finalize(self.model_runner.get_model(), self.model_runner.model_config)
 
+    def keep_adapter(self, *, path: str, matrices: dict[str, torch.Tensor]) -> None:
+        """Keep an adapter, to be loaded by this path."""
+        _keep_adapter(self.model_runner.get_model(), path, matrices)
+
     def forget_kernels(self) -> None:
         """Drop the packed weights of experts' layers on a CPU before a reload, which would pack them twice."""
         _forget_kernels(self.model_runner.get_model())
+
+
+class KeptAdapter(NamedTuple):
+    """An adapter in this process's memory, which vLLM would read from a folder."""
+
+    path: str
+    matrices: dict[str, torch.Tensor]
+    """Two for each weight, named by `LEFT` and `RIGHT`."""
 
 
 @dataclass(kw_only=True)
@@ -102,11 +120,13 @@ class Update(WeightTransferUpdateInfo):
     """Contents of the channel.
 
     With the name of a `base`, changes come first; they are added to the weights that follow, or else to those kept under that
-    name.
+    name. As an `adapter` they stay apart from these weights.
     """
 
     base: str | None
     brings_base: bool
+    adapter: str | None = None
+    """Path by which vLLM loads the changes as an adapter. None: they are added to the weights."""
 
 
 class ChannelTransferEngine(WeightTransferEngine[Rendezvous, Update]):
@@ -174,14 +194,34 @@ class ChannelTransferEngine(WeightTransferEngine[Rendezvous, Update]):
             raise RuntimeError(
                 "there are no weights here to which adapters could be added: the server was started again"
             )
+        if update.adapter is not None:
+            received = self._split_adapter(received, update.adapter)
+            if not update.brings_base:
+                deque(received, maxlen=0)
+                return
         if self.base is None or any(".experts." in name for name, _ in self.base[1]):
             _forget_kernels(self.model)
         initialize_layerwise_reload(self.model)
         with set_current_vllm_config(self.vllm_config):
             try:
-                self.model.load_weights(received if update.base is None else self._adapt(received, update.base))
+                is_merged = update.base is not None and update.adapter is None
+                self.model.load_weights(self._adapt(received, str(update.base)) if is_merged else received)
             finally:
                 _finalize(self.model, self.model_config)
+        if update.base is not None and update.adapter is not None:
+            self.base = update.base, []
+
+    def _split_adapter(
+        self, received: Iterable[tuple[str, torch.Tensor]], path: str
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Keep changes as an adapter, to be loaded by a path; yield the weights."""
+        matrices: dict[str, torch.Tensor] = {}
+        for name, tensor in received:
+            if name.endswith((LEFT, RIGHT)):
+                matrices[name] = tensor
+            else:
+                yield name, tensor
+        _keep_adapter(self.model, path, matrices)
 
     def _adapt(self, received: Iterable[tuple[str, torch.Tensor]], base: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield weights with their changes added; keep the weights that later changes need."""
@@ -227,4 +267,85 @@ def _forget_kernels(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
+def _keep_adapter(model: Any, path: str, matrices: dict[str, torch.Tensor]) -> None:
+    # Copies: the trainer's change, and a bucket's memory is used again.
+    copies = {name: matrix.to("cpu", copy=True) for name, matrix in matrices.items()}
+    model.agentrl_adapter = KeptAdapter(path, copies)
+
+
+def _load_adapter(manager: Any, request: Any) -> Any:
+    """Return vLLM's form of the kept adapter if a request names its path, else of one in a folder.
+
+    Raises:
+        ValueError: if vLLM has no LoRA layer for some weight: it would leave out the change without a word.
+    """
+    layers = manager._adapter_manager
+    kept: KeptAdapter | None = getattr(layers.model, "agentrl_adapter", None)
+    if kept is None or kept.path != request.lora_path:
+        return _load_from_folder(manager, request)
+    tensors = {
+        f"base_model.model.{name.removesuffix(end).removesuffix('.weight')}.lora_{letter}.weight": matrix
+        for name, matrix in kept.matrices.items()
+        for end, letter in ((LEFT, "B"), (RIGHT, "A"))
+        if name.endswith(end)
+    }
+    rank = max(len(matrix) for name, matrix in kept.matrices.items() if name.endswith(RIGHT))
+    mapper = getattr(layers.model, "hf_to_vllm_mapper", None)
+    lora = LoRAModel.from_lora_tensors(
+        request.lora_int_id,
+        tensors,
+        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # the scale is in the matrices
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+    )
+    known = set(layers.modules).union(*layers.packed_modules.values())
+    if unknown := sorted(lora.loras.keys() - known):
+        raise ValueError(
+            f"it keeps no adapter of {unknown[0]!r} apart from the weights; leave it out of model.lora.target_modules, or set "
+            "engine.name: transformers or model.lora.merge: true"
+        )
+    return lora
+
+
+@torch.library.custom_op("agentrl::add_product", mutates_args=())
+def _add_product(change: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # An operator of its own: compiled, the sum might be rounded before the change is added.
+    return torch.addmm(change, inputs, weight.T)
+
+
+@_add_product.register_fake
+def _(change: torch.Tensor, _inputs: torch.Tensor, _weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(change)
+
+
+def _apply_once_rounded(layer: Any, inputs: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the output of a LoRA layer, rounded once as the trainer's.
+
+    vLLM adds the adapter's output to one that is rounded already: of a young adapter nearly nothing would be left.
+    """
+    if not isinstance(layer._get_quant_method(), UnquantizedLinearMethod):
+        outputs: torch.Tensor = _apply_twice_rounded(layer, inputs, bias)
+        return outputs
+    weight, flat = layer.base_layer.weight, inputs.flatten(0, -2)
+    change = torch.zeros((flat.shape[0], weight.shape[0]), dtype=flat.dtype, device=flat.device)
+    layer._apply_lora_to_output(flat, change)
+    product: torch.Tensor = _add_product(change, flat, weight)
+    return (product if bias is None else product + bias).view(*inputs.shape[:-1], -1)
+
+
+def _keep_weight(method: Any, layer: Any) -> None:
+    """Process a loaded weight; on a CPU keep it as it is for `_apply_once_rounded`, which cannot read a packed one."""
+    config = get_current_vllm_config_or_none()
+    if config is not None and config.lora_config is not None:
+        layer._cpu_skip_gemm_dispatch = True
+    _process(method, layer)
+
+
+_process = UnquantizedLinearMethod.process_weights_after_loading
+UnquantizedLinearMethod.process_weights_after_loading = _keep_weight
+_apply_twice_rounded = BaseLinearLayerWithLoRA._apply_sync
+BaseLinearLayerWithLoRA._apply_sync = _apply_once_rounded
+_load_from_folder = WorkerLoRAManager._load_adapter
+WorkerLoRAManager._load_adapter = _load_adapter
 WeightTransferEngineFactory.register_engine(BACKEND, ChannelTransferEngine)
