@@ -14,7 +14,7 @@ from agentrl import Message, TaskEnv
 from agentrl.chat import local_folder
 from agentrl.data.files import absolute, keep_process, moved_to
 from agentrl.env import make_env
-from agentrl.env.rewards.judge import ReplyCache
+from agentrl.env.endpoint import ReplyCache
 from agentrl.recipe.config import load_recipe
 from agentrl.report.terminal import Console, heard_by
 from agentrl_envs.key_door import KeyDoor
