@@ -504,7 +504,7 @@ evaluation: {num_tasks: 20, samples: 2}
         "tokens per micro-batch": "at most 900, shared ones once",
         "steps": "10 (at most 20 updates)",
         "credit": "scheme turn_return, gamma 0.5",
-        "ratio": "one for each turn, clipped to 1 - 0.003 .. 1 + 0.01",
+        "loss": "turn ratios, clip [0.997, 1.01]",
         "evaluation": "20 evaluation tasks, 2 episodes each",
     }
 

@@ -182,7 +182,7 @@ def plan(recipe: Recipe) -> dict[str, str]:
         "tokens per micro-batch": f"at most {train.max_tokens_per_micro_batch}, shared ones once",
         "steps": f"{train.steps} (at most {train.steps * updates} updates)",
         "credit": ", ".join(f"{key} {value}" for key, value in recipe.credit.items()),
-        "ratio": recipe.loss.describe_ratio(),
+        "loss": recipe.loss.describe(),
         "evaluation": f"{recipe.evaluation.num_tasks} evaluation tasks, {recipe.evaluation.samples} episodes each",
     }
 
