@@ -57,6 +57,11 @@ class Recipe(BaseModel):
     evaluation: Annotated[EvaluationConfig, MayChange()] = EvaluationConfig()
     report: Annotated[ReportConfig, MayChange()] = ReportConfig()
 
+    @field_validator("credit", mode="before")
+    @classmethod
+    def _default_scheme(cls, credit: object) -> object:
+        return {"scheme": "uniform", **credit} if isinstance(credit, Mapping) else credit
+
     @field_validator("run_dir")
     @classmethod
     def _of_home(cls, path: Path | None) -> Path | None:
@@ -84,11 +89,6 @@ class Recipe(BaseModel):
                 f"{train.checkpoint_every} with keep_last: {train.keep_last} may keep none; raise one of them until "
                 f"checkpoint_every * (keep_last - 1) is at least {least}"
             )
-        if self.train.num_minibatches > episodes:
-            raise ValueError(
-                f"train.num_minibatches: {self.train.num_minibatches} is more than the {episodes} episodes of a step "
-                "(rollout.num_groups * rollout.group_size); lower it"
-            )
         if rollout.max_turn_tokens >= rollout.max_context_tokens:
             raise ValueError(
                 f"rollout.max_turn_tokens: {rollout.max_turn_tokens} leaves no room for a prompt in "
@@ -106,6 +106,11 @@ class Recipe(BaseModel):
                 raise ValueError(f"{alone} set {field}")
             if "fallback" in self.credit and _field_of_error(load_fallback(scheme)):
                 raise ValueError(f"{alone} remove credit.fallback")
+        if self.train.num_minibatches > episodes:
+            raise ValueError(
+                f"train.num_minibatches: {self.train.num_minibatches} is more than the {episodes} episodes of a step "
+                "(rollout.num_groups * rollout.group_size); lower it"
+            )
         return self
 
 
