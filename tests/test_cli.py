@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -362,9 +363,10 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     lines = out.splitlines()
     assert lines[0].startswith("key_door, seed 3")
     assert lines.index("run folder: run") < next(i for i, line in enumerate(lines) if line.startswith("warm-up"))
-    assert "reward " in lines[-2]
-    assert " on 4 evaluation tasks, 2 steps" in lines[-2]
-    assert lines[-1] == "run folder: run"
+    assert "reward " in lines[-3]
+    assert " on 4 evaluation tasks, 2 steps" in lines[-3]
+    assert lines[-2:] == ["run folder: run", "look at it: agentrl view run"]
+    assert re.search(r"training 1/2 .* \d+\.\d\d s/step  [\d,]+ tokens/s  ETA 0:00:\d\d", out)
     assert [line for line in lines if line.startswith("training")][-1].startswith("training 2/2")
 
     kept = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
@@ -447,8 +449,9 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     before = files(tmp_path)
     status, out, err = agentrl("train", "run")
     assert (status, err) == (0, "")
-    assert out.splitlines()[-2:] == [
+    assert out.splitlines()[-3:] == [
         "run folder: run",
+        "look at it: agentrl view run",
         "all 2 steps are done; resume with a larger --train.steps",
     ]
     assert files(tmp_path) == before
@@ -565,6 +568,10 @@ def test_the_summary_compares_the_first_and_the_last_evaluation_that_was_played(
         "success 12.5% -> 25.0%, reward 0.250 -> 0.500 on 4 evaluation tasks, 4 steps; "
         "left out, because every episode of them failed: step 0, 4"
     )
+    scored = [{**row(step, reward), "eval/score": reward / 2} for step, reward in ((0, 0.25), (2, 0.5))]
+    assert summary(scored, 2) == "success 12.5% -> 25.0%, reward 0.250 -> 0.500 on 4 evaluation tasks, 2 steps"
+    scored[1]["eval/score"] = 0.9
+    assert summary(scored, 2).startswith("success 12.5% -> 25.0%, score 12.5% -> 90.0%, reward 0.250")
     failed = "no result on 4 evaluation tasks: every episode of them failed"
     assert summary([row(0), training, row(2)], 2) == failed
     assert summary([], 2) == "no result: nothing was evaluated"

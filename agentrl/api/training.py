@@ -3,9 +3,11 @@
 import datetime as dt
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, count
@@ -58,10 +60,16 @@ def progress(console: Console, *, verbose: bool = False) -> Iterator[Any]:
     tell = line_display() if console.is_jupyter and not console.quiet else None
     with Progress(*columns, console=console, disable=not console.is_terminal or console.quiet) as progress:
         bars: dict[str, Any] = {}
+        begun: dict[str, tuple[int, float]] = {}
 
         def on_progress(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
             note = _note(metrics)
-            line = f"{phase} {step}/{total}  {note}"
+            first, begin_s = begun.setdefault(phase, (step, time.perf_counter()))
+            pace_s = (
+                (time.perf_counter() - begin_s) / (step - first) if step > first else metrics.get("time/step_s", 0.0)
+            )
+            left = f"  ETA {dt.timedelta(seconds=round(pace_s * (total - step)))}" if step < total and pace_s else ""
+            line = f"{phase} {step}/{total}  {note}{left}"
             if tell is not None:
                 tell(line)
                 terminal.note(line)
@@ -83,6 +91,7 @@ def print_end(console: Console, folder: "RunFolder", recipe: "Recipe") -> None:
     """Print what a run came to, and where it is."""
     console.print(summary(folder.metrics(), recipe.evaluation.samples))
     console.print(f"run folder: {folder.path}")
+    console.print(f"look at it: agentrl view {shlex.quote(str(folder.path))}")
 
 
 def summary(rows: list[dict[str, float]], samples: int) -> str:
@@ -108,8 +117,10 @@ def _summary(rows: list[dict[str, float]], samples: int, prefix: str) -> str:
         before, after = first[f"{prefix}{name}"], last[f"{prefix}{name}"]
         return f"{name} {before:{form}} -> {after:{form}}"
 
-    shares = [name for name in ("score", "success") if f"{prefix}{name}" in first and f"{prefix}{name}" in last]
-    parts = [*(change(name, ".1%") for name in shares), change("reward", ".3f")]
+    names = [name for name in ("success", "score") if f"{prefix}{name}" in first and f"{prefix}{name}" in last]
+    if all(row.get(f"{prefix}score") == row.get(f"{prefix}success") for row in (first, last)):
+        names = names[:1]  # an environment without a between
+    parts = [*(change(name, ".1%") for name in names), change("reward", ".3f")]
     words = f"{of}{', '.join(parts)} on {tasks}, {rows[-1]['step']:.0f} steps"
     if len(played) == len(evaluations):
         return words
@@ -142,7 +153,10 @@ def _note(metrics: dict[str, float]) -> str:
     shown = {"loss": "loss", "reward/mean": "reward", "episode/score": "score", "clip/tokens": "clipped"}
     if "reward/mean" in metrics:
         del shown["loss"]
-    return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in shown.items() if name in metrics) + faults
+    parts = [f"{word} {metrics[name]:.3f}" for name, word in shown.items() if name in metrics]
+    speeds = {"time/step_s": "{:.2f} s/step", "time/tokens_per_s": "{:,.0f} tokens/s"}
+    parts += [form.format(metrics[name]) for name, form in speeds.items() if name in metrics]
+    return "  ".join(parts) + faults
 
 
 OnStep = Callable[[dict[str, float]], object]
