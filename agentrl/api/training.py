@@ -208,7 +208,7 @@ def train(
     if processes != 1:
         return _launch(recipe, changes, overrides, processes=processes, on_step=on_step, quiet=quiet)
     planned, run_dir = load(recipe, overrides, changes=changes)
-    planned = with_run_dir(planned, run_dir, name=name_of(recipe))
+    planned = with_run_dir(planned, run_dir, name=name_of(recipe, planned))
     with without_running_loop():
         return run(planned, run_dir, console=Console(soft_wrap=True, quiet=quiet), on_step=on_step)
 
@@ -336,7 +336,7 @@ def _launch(
             "on_step: a function of this process is not called in several; leave out on_step, or processes"
         )
     recipe, run_dir = load(target, overrides, changes=changes)
-    recipe = with_run_dir(recipe, run_dir, name=name_of(target))
+    recipe = with_run_dir(recipe, run_dir, name=name_of(target, recipe))
     with tempfile.TemporaryDirectory(prefix="agentrl-launch-") as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(dump_yaml(recipe.model_dump(mode="json")), encoding="utf-8")

@@ -42,7 +42,7 @@ class Recipe(BaseModel):
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Every random choice follows from it."""
     run_dir: Annotated[Path | None, MayChange()] = None
-    """Folder of the run. None: `runs/<recipe>-<date>`."""
+    """Folder of the run. None: `runs/<recipe>-<date>`; after the environment, if it is not the recipe's."""
     env: EnvConfig = EnvConfig()
     chat: SerializeAsAny[RendererConfig] = AutoConfig()
     model: ModelConfig = ModelConfig()

@@ -12,6 +12,7 @@ import pytest
 
 import agentrl
 from agentrl import Credit, CreditScheme, ToolEnv, TrainedRun, TrajectoryGroup, tool
+from agentrl.api.target import load, name_of, sections
 from agentrl.api.training import run as run_process
 from agentrl.api.training import with_run_dir
 from agentrl.errors import ConfigError, UserError
@@ -305,3 +306,13 @@ def test_a_script_that_trains_while_it_is_imported_is_refused(tmp_path: Path, mo
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="trains_at_once trains while it is imported"):
         agentrl.train(TINY, env="trains_at_once:MyEnv", run_dir=tmp_path / "run", quiet=True)
+
+
+def test_a_run_is_named_after_its_recipe_or_else_after_its_environment() -> None:
+    def name(target: object, **changes: object) -> str:
+        return name_of(target, load(target, changes=sections(changes))[0])  # type: ignore[arg-type]
+
+    assert name("calculator") == name("calculator", env={"options": {"num_operations": 1}}) == "calculator"
+    assert name("calculator", env=GUESS) == name({}, env=GUESS) == "Guess"
+    assert name("calculator", env="key_door") == name(None, env="key_door") == "key_door"
+    assert name(None, env="agentrl/Bisect-v0") == "agentrl-Bisect-v0"
