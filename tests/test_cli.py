@@ -363,8 +363,9 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     lines = out.splitlines()
     assert lines[0].startswith("key_door, seed 3")
     assert lines.index("run folder: run") < next(i for i, line in enumerate(lines) if line.startswith("warm-up"))
-    assert "reward " in lines[-3]
-    assert " on 4 evaluation tasks, 2 steps" in lines[-3]
+    assert "reward " in lines[-4]
+    assert " on 4 evaluation tasks, 2 steps" in lines[-4]
+    assert re.fullmatch(r"checkpoints: steps 0, 2, [\d.]+ [kM]B", lines[-3])
     assert lines[-2:] == ["run folder: run", "look at it: agentrl view run"]
     assert re.search(r"training 1/2 .* \d+\.\d\d s/step  [\d,]+ tokens/s  ETA 0:00:\d\d", out)
     assert [line for line in lines if line.startswith("training")][-1].startswith("training 2/2")

@@ -14,6 +14,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
 from rich.table import Table
 
 from agentrl.api.target import (
@@ -28,13 +29,14 @@ from agentrl.api.target import (
 )
 from agentrl.api.trained_run import TrainedRun
 from agentrl.data.files import dump_yaml
-from agentrl.distributed.checkpoints import newest_step
+from agentrl.distributed.checkpoints import by_step, newest_step
 from agentrl.errors import ConfigError, TrainingError, UserError
 from agentrl.recipe import registry
 from agentrl.recipe.config import Recipe, plan
 from agentrl.report import terminal
 from agentrl.report.folder import RunFolder
 from agentrl.report.log import logged
+from agentrl.report.statistics import best_step
 from agentrl.report.terminal import Console
 from agentrl.run import loop
 from agentrl.run.build import build
@@ -90,8 +92,23 @@ def progress(console: Console, *, verbose: bool = False) -> Iterator[Any]:
 def print_end(console: Console, folder: "RunFolder", recipe: "Recipe") -> None:
     """Print what a run came to, and where it is."""
     console.print(summary(folder.metrics(), recipe.evaluation.samples))
+    if words := _checkpoints(folder):
+        console.print(words)
     console.print(f"run folder: {folder.path}")
     console.print(f"look at it: agentrl view {shlex.quote(str(folder.path))}")
+
+
+def _checkpoints(folder: "RunFolder") -> str:
+    """Return which checkpoints there are, how large, and which was best; empty if there is none."""
+    kept = by_step(folder.checkpoints)
+    if not kept:
+        return ""
+    size = sum(file.stat().st_size for path in kept.values() for file in path.rglob("*") if file.is_file())
+    best = best_step(folder.metrics(), among=kept)
+    words = f"checkpoints: steps {', '.join(map(str, kept))}, {decimal(size)}"
+    return (
+        words if best in (None, max(kept)) else f"{words}; the best evaluation is of step {best} (export --step {best})"
+    )
 
 
 def summary(rows: list[dict[str, float]], samples: int) -> str:

@@ -342,7 +342,7 @@ class TrainConfig(BaseModel):
     checkpoint_every: Annotated[Amount, MayChange()] = 20
     """Steps between checkpoints; the last step always has one."""
     keep_last: Annotated[Amount, MayChange()] = 2
-    """Checkpoints kept."""
+    """Newest checkpoints kept; the one with the best evaluation is kept beside them."""
     on_collapse: Annotated[Literal["warn", "stop", "rewind"], MayChange()] = "warn"
     """Reaction to a collapse of the policy (metric `health/collapse`). `stop`: the run ends. `rewind`: once, it goes back to
     the newest checkpoint from before, with half the learning rate; at the next collapse it ends. Each logs a warning."""
