@@ -85,7 +85,7 @@ def open_checkpoint(name_or_path: str, *, field: str) -> tuple[str, Any, Any]:
     """
     from transformers import AutoConfig
 
-    folder = local_folder(name_or_path)
+    folder = local_folder(name_or_path, field=field)
     if folder and not (folder / "config.json").is_file():
         raise ConfigError(f"{field}: no model in {name_or_path!r}: {folder / 'config.json'} does not exist")
     tokenizer = pretrained_tokenizer(name_or_path, field=field)
