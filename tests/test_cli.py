@@ -356,6 +356,21 @@ def test_the_doctor_finds_an_engine_that_disagrees(agentrl: Agentrl) -> None:
     assert err.startswith("agentrl: the engine's log-probabilities differ from the trainer's by ")
 
 
+@each(
+    ("option", "words"),
+    [
+        (("--env.id", "nowhere:Env"), "env.id: "),
+        (("--model.name_or_path", "./nowhere"), "model.name_or_path: "),
+    ],
+)
+def test_what_is_missing_is_found_before_the_plan_is_printed(
+    option: tuple[str, str], words: str, agentrl: Agentrl
+) -> None:
+    status, out, err = agentrl("train", "tiny.yaml", *option)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"agentrl: {words}")
+
+
 @pytest.mark.process
 def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     status, out, err = agentrl("train", "tiny.yaml", "--run_dir", "run", "--seed", "3")
@@ -366,6 +381,16 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     assert "reward " in lines[-4]
     assert " on 4 evaluation tasks, 2 steps" in lines[-4]
     assert re.fullmatch(r"checkpoints: steps 0, 2, [\d.]+ [kM]B", lines[-3])
+    announced = [line.removesuffix(" ...") for line in lines if line.endswith(" ...")]
+    assert announced == [
+        "making a model and its tokenizer",
+        "starting the engine (auto)",
+        "proving which layout of rows is exact",
+        "trying the environment",
+        "proving that engine and trainer agree",
+        "playing 16 demonstrations",
+        "evaluating before the first step",
+    ]
     assert lines[-2:] == ["run folder: run", "look at it: agentrl view run"]
     assert re.search(r"training 1/2 .* \d+\.\d\d s/step  [\d,]+ tokens/s  ETA 0:00:\d\d", out)
     assert [line for line in lines if line.startswith("training")][-1].startswith("training 2/2")

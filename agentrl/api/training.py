@@ -37,7 +37,7 @@ from agentrl.report import terminal
 from agentrl.report.folder import RunFolder
 from agentrl.report.log import logged
 from agentrl.report.statistics import best_step
-from agentrl.report.terminal import Console
+from agentrl.report.terminal import Console, announced_by
 from agentrl.run import loop
 from agentrl.run.build import build
 from agentrl.run.checkpoint import CollapsedError, go_back
@@ -291,18 +291,23 @@ def _run(
     folder = RunFolder.open(run_dir) if run_dir else None
     if folder and int(os.environ.get("WORLD_SIZE", "1")) == 1 and _is_done(console, folder, recipe):
         return TrainedRun(folder.path)
-    table = Table(title=f"{recipe.env.id}, seed {recipe.seed}", title_justify="left", show_header=False, box=None)
-    for name, value in plan(recipe).items():
-        table.add_row(name, value)
-    console.print(table)
-    console.print(f"run folder: {recipe.run_dir}")
+    opening = [_plan_table(recipe), f"run folder: {recipe.run_dir}"]
+
+    def show_announcement(words: str) -> None:  # the first comes once environment and model are found
+        while opening:
+            console.print(opening.pop(0))
+        console.print(f"{words} ...")
+
     teller = Console(soft_wrap=True) if console.quiet else console
 
     def warn(words: str) -> None:
         teller.print(f"warning: {words}", style="yellow")
 
     resumed = None
-    with build(recipe, tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
+    with (
+        announced_by(show_announcement),
+        build(recipe, tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts,
+    ):
         recipe = parts.recipe  # the first process's, with the folder that it has named
         assert recipe.run_dir is not None, "see `with_run_dir`"
         if folder and _is_done(console, folder, recipe):
@@ -327,6 +332,13 @@ def _run(
         return _run(resumed, resumed.run_dir, console=console, on_step=on_step, is_main=is_main, verbose=verbose)
     print_end(console, RunFolder(recipe.run_dir), recipe)
     return TrainedRun(recipe.run_dir)
+
+
+def _plan_table(recipe: Recipe) -> Table:
+    table = Table(title=f"{recipe.env.id}, seed {recipe.seed}", title_justify="left", show_header=False, box=None)
+    for name, value in plan(recipe).items():
+        table.add_row(name, value)
+    return table
 
 
 def _is_done(console: Console, folder: RunFolder, recipe: Recipe) -> bool:
