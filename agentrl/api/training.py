@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
-from rich.table import Table
+from rich.table import Column, Table
 
 from agentrl.api.target import (
     Target,
@@ -52,12 +52,13 @@ def progress(console: Console, *, verbose: bool = False) -> Iterator[Any]:
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    whole = Column(no_wrap=True)  # on a narrow terminal the note alone takes two lines
     columns = (
         TextColumn("{task.description:9}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        BarColumn(bar_width=12, table_column=whole),
+        MofNCompleteColumn(table_column=whole),
+        TimeRemainingColumn(table_column=whole),
+        TextColumn("{task.fields[note]}", table_column=Column()),
     )
     tell = line_display() if console.is_jupyter and not console.quiet else None
     with Progress(*columns, console=console, disable=not console.is_terminal or console.quiet) as progress:
