@@ -7,7 +7,8 @@ import math
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Real
 from traceback import extract_tb
@@ -181,7 +182,14 @@ def load_credit(spec: Mapping[str, Any], *, field: str = "credit", elsewhere: It
         raise ConfigError(f"{field}.fallback: the only fallback is 'uniform', got {spec['fallback']!r}")
     if not isinstance(name, str):
         raise ConfigError(f"{field}.scheme: expected the name of a credit scheme, got {name!r}")
-    return with_fields(credit_class(name, field=field), options, name=name, section=field, elsewhere=elsewhere)
+    cls = credit_class(name, field=field)
+    for option in (key for key in options if key not in cls.model_fields):
+        if others := [repr(other) for other, fields in _installed_fields().items() if option in fields]:
+            raise ConfigError(
+                f"{field}.{option}: {name!r} has no such option; remove it, or set {field}.scheme to one that has it: "
+                f"{', '.join(others)}"
+            )
+    return with_fields(cls, options, name=name, section=field, elsewhere=elsewhere)
 
 
 def credit_class(name: str, *, field: str = "credit") -> type[CreditScheme]:
@@ -193,6 +201,15 @@ def credit_class(name: str, *, field: str = "credit") -> type[CreditScheme]:
     base: Any = CreditScheme  # mypy takes no abstract class for a type
     cls: type[CreditScheme] = plugin_class(name, base=base, group="agentrl.credit", field=f"{field}.scheme")
     return cls
+
+
+def _installed_fields() -> dict[str, Collection[str]]:
+    """Return the fields of each installed scheme that can be loaded."""
+    found: dict[str, Collection[str]] = {}
+    for name in names("agentrl.credit"):
+        with suppress(ConfigError):
+            found[name] = credit_class(name).model_fields.keys()
+    return found
 
 
 def installed_credit() -> dict[str, frozenset[Need] | None]:

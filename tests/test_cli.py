@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -355,6 +356,21 @@ def test_the_doctor_finds_an_engine_that_disagrees(agentrl: Agentrl) -> None:
     assert err.startswith("agentrl: the engine's log-probabilities differ from the trainer's by ")
 
 
+@each(
+    ("option", "words"),
+    [
+        (("--env.id", "nowhere:Env"), "env.id: "),
+        (("--model.name_or_path", "./nowhere"), "model.name_or_path: "),
+    ],
+)
+def test_what_is_missing_is_found_before_the_plan_is_printed(
+    option: tuple[str, str], words: str, agentrl: Agentrl
+) -> None:
+    status, out, err = agentrl("train", "tiny.yaml", *option)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"agentrl: {words}")
+
+
 @pytest.mark.process
 def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     status, out, err = agentrl("train", "tiny.yaml", "--run_dir", "run", "--seed", "3")
@@ -362,9 +378,21 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     lines = out.splitlines()
     assert lines[0].startswith("key_door, seed 3")
     assert lines.index("run folder: run") < next(i for i, line in enumerate(lines) if line.startswith("warm-up"))
-    assert "reward " in lines[-2]
-    assert " on 4 evaluation tasks, 2 steps" in lines[-2]
-    assert lines[-1] == "run folder: run"
+    assert "reward " in lines[-4]
+    assert " on 4 evaluation tasks, 2 steps" in lines[-4]
+    assert re.fullmatch(r"checkpoints: steps 0, 2, [\d.]+ [kM]B", lines[-3])
+    announced = [line.removesuffix(" ...") for line in lines if line.endswith(" ...")]
+    assert announced == [
+        "making a model and its tokenizer",
+        "starting the engine (auto)",
+        "proving which layout of rows is exact",
+        "trying the environment",
+        "proving that engine and trainer agree",
+        "playing 16 demonstrations",
+        "evaluating before the first step",
+    ]
+    assert lines[-2:] == ["run folder: run", "look at it: agentrl view run"]
+    assert re.search(r"training 1/2 .* \d+\.\d\d s/step  [\d,]+ tokens/s  ETA 0:00:\d\d", out)
     assert [line for line in lines if line.startswith("training")][-1].startswith("training 2/2")
 
     kept = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
@@ -447,8 +475,9 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     before = files(tmp_path)
     status, out, err = agentrl("train", "run")
     assert (status, err) == (0, "")
-    assert out.splitlines()[-2:] == [
+    assert out.splitlines()[-3:] == [
         "run folder: run",
+        "look at it: agentrl view run",
         "all 2 steps are done; resume with a larger --train.steps",
     ]
     assert files(tmp_path) == before
@@ -550,7 +579,7 @@ def test_a_disk_that_is_full_and_one_that_is_closed_are_told_apart(
 def test_a_quiet_run_prints_nothing_but_warnings(agentrl: Agentrl) -> None:
     status, out, err = agentrl("train", "tiny.yaml", "--run_dir", "quiet", "--train.steps", "1", "--quiet")
     assert (status, err) == (0, "")
-    assert all(line.startswith("warning: ") for line in out.splitlines())
+    assert all(line.startswith(("warning: ", "    ")) for line in out.splitlines())
     assert Path("quiet/metrics.jsonl").is_file()
 
 
@@ -585,6 +614,10 @@ def test_the_summary_compares_the_first_and_the_last_evaluation_that_was_played(
         "success 12.5% -> 25.0%, reward 0.250 -> 0.500 on 4 evaluation tasks, 4 steps; "
         "left out, because every episode of them failed: step 0, 4"
     )
+    scored = [{**row(step, reward), "eval/score": reward / 2} for step, reward in ((0, 0.25), (2, 0.5))]
+    assert summary(scored, 2) == "success 12.5% -> 25.0%, reward 0.250 -> 0.500 on 4 evaluation tasks, 2 steps"
+    scored[1]["eval/score"] = 0.9
+    assert summary(scored, 2).startswith("success 12.5% -> 25.0%, score 12.5% -> 90.0%, reward 0.250")
     failed = "no result on 4 evaluation tasks: every episode of them failed"
     assert summary([row(0), training, row(2)], 2) == failed
     assert summary([], 2) == "no result: nothing was evaluated"

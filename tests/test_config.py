@@ -262,6 +262,24 @@ def test_fields_that_contradict_each_other_are_both_named(text: str, words: str,
     assert message(file, text) == words
 
 
+def test_an_option_of_other_credit_schemes_is_answered_with_their_names(file: Path) -> None:
+    for text in ("{credit: {scheme: uniform, gamma: 0.5}}", "{credit: {gamma: 0.5}}"):
+        told = message(file, text)
+        assert told.startswith(
+            "credit.gamma: 'uniform' has no such option; remove it, or set credit.scheme to one that has"
+        )
+        assert "'turn_return'" in told
+        assert "'uniform'" not in told.partition("one that has it: ")[2]
+    assert load(file, "{credit: {lone: keep}}").credit == {"scheme": "uniform", "lone": "keep"}
+
+
+def test_a_lone_trajectory_is_named_before_the_number_of_minibatches(file: Path) -> None:
+    told = message(file, "{rollout: {group_size: 1, num_groups: 2}}")
+    assert told == (
+        "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or set credit.lone"
+    )
+
+
 def test_one_trajectory_a_group_is_allowed_where_credit_says_what_to_do(file: Path) -> None:
     recipe = load(file, "{rollout: {group_size: 1}, credit: {scheme: turn_return, lone: keep}}")
     assert recipe.rollout.group_size == 1
@@ -283,7 +301,7 @@ def test_the_rule_for_one_trajectory_is_that_of_the_innermost_scheme_and_of_the_
             "{scheme: turn_retrun}",
             "credit.scheme: no 'turn_retrun' is installed. Did you mean 'turn_return'? Or give it as 'module:Class'.",
         ),
-        ("{gamma: 0.5}", "credit.scheme: expected the name of a credit scheme, got None"),
+        ("{scheme: null}", "credit.scheme: expected the name of a credit scheme, got None"),
         ("{scheme: uniform, fallback: none}", "credit.fallback: the only fallback is 'uniform', got 'none'"),
     ],
 )
@@ -505,7 +523,7 @@ evaluation: {num_tasks: 20, samples: 2}
         "tokens per micro-batch": "at most 900, shared ones once",
         "steps": "10 (at most 20 updates)",
         "credit": "scheme turn_return, gamma 0.5",
-        "ratio": "one for each turn, clipped to 1 - 0.003 .. 1 + 0.01",
+        "loss": "turn ratios, clip [0.997, 1.01]",
         "evaluation": "20 evaluation tasks, 2 episodes each",
     }
 

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -167,9 +167,19 @@ def look_for_modules_here(target: Target) -> None:
         sys.path.append(str(here))
 
 
-def name_of(target: Target) -> str:
-    """Return what the folder of a new run is called after."""
-    return Path(target).stem if isinstance(target, str | os.PathLike) else "run"
+def name_of(target: Target, recipe: "Recipe") -> str:
+    """Return the name for the folder of a new run: that of the recipe's file, or of the environment if it is another.
+
+    Args:
+        target: as given.
+        recipe: read from it, with what was laid over it.
+    """
+    if isinstance(target, str | os.PathLike):
+        with suppress(ConfigError):  # only whole with what is laid over it
+            if load(target)[0].env.id == recipe.env.id:
+                return Path(target).stem
+    name = recipe.env.id.rpartition(":")[2].rpartition("<locals>.")[2]
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
 
 
 def find(path: Path) -> Path:

@@ -91,23 +91,26 @@ class TrainedRun:
 
         return evaluate(self.path, overrides=overrides, **sections)
 
-    def export(self, folder: str | Path, *, push: str | None = None, private: bool = False) -> Path:
-        """Write the newest weights as a Hugging Face folder with a model card, adapters merged; return it.
+    def export(
+        self, folder: str | Path, *, step: int | None = None, push: str | None = None, private: bool = False
+    ) -> Path:
+        """Write weights as a Hugging Face folder with a model card, adapters merged; return it.
 
         Args:
             folder: to make.
+            step: of the checkpoint; None: the newest.
             push: upload it to the Hugging Face Hub as well: `OWNER/NAME`.
             private: with `push`, if others do not see it.
 
         Raises:
-            ConfigError: if the run has no checkpoint, or the folder is not free; or it cannot be uploaded, and stays.
+            ConfigError: if the run has no such checkpoint, or the folder is not free; or it cannot be uploaded, and stays.
         """
         from agentrl.report import card as hub
         from agentrl.run.export import export
 
         if push is not None:
             hub.check_repo_id(push)
-        export(self.recipe, self._folder, Path(folder), name=push)
+        export(self.recipe, self._folder, Path(folder), name=push, step=step)
         if push is not None:
             hub.push(Path(folder), push, private=private)
         return Path(folder)

@@ -3,16 +3,19 @@
 import datetime as dt
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from rich.table import Table
+from rich.filesize import decimal
+from rich.table import Column, Table
 
 from agentrl.api.target import (
     Target,
@@ -26,14 +29,15 @@ from agentrl.api.target import (
 )
 from agentrl.api.trained_run import TrainedRun
 from agentrl.data.files import absolute, dump_yaml, keep_process, shown
-from agentrl.distributed.checkpoints import newest_step
+from agentrl.distributed.checkpoints import by_step, newest_step
 from agentrl.errors import ConfigError, TrainingError, UserError
 from agentrl.recipe import registry
 from agentrl.recipe.config import Recipe, plan
 from agentrl.report import terminal
 from agentrl.report.folder import RunFolder
 from agentrl.report.log import logged
-from agentrl.report.terminal import Console
+from agentrl.report.statistics import best_step
+from agentrl.report.terminal import Console, announced_by
 from agentrl.run import loop
 from agentrl.run.build import build
 from agentrl.run.checkpoint import CollapsedError, go_back
@@ -51,20 +55,27 @@ def progress(console: Console, *, verbose: bool = False) -> Iterator[Any]:
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    whole = Column(no_wrap=True)  # on a narrow terminal the note alone takes two lines
     columns = (
         TextColumn("{task.description:9}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        BarColumn(bar_width=12, table_column=whole),
+        MofNCompleteColumn(table_column=whole),
+        TimeRemainingColumn(table_column=whole),
+        TextColumn("{task.fields[note]}", table_column=Column()),
     )
     tell = line_display() if console.is_jupyter and not console.quiet else None
     with Progress(*columns, console=console, disable=not console.is_terminal or console.quiet) as progress:
         bars: dict[str, Any] = {}
+        begun: dict[str, tuple[int, float]] = {}
 
         def on_progress(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
             note = _note(metrics)
-            line = f"{phase} {step}/{total}  {note}"
+            first, begin_s = begun.setdefault(phase, (step, time.perf_counter()))
+            pace_s = (
+                (time.perf_counter() - begin_s) / (step - first) if step > first else metrics.get("time/step_s", 0.0)
+            )
+            left = f"  ETA {dt.timedelta(seconds=round(pace_s * (total - step)))}" if step < total and pace_s else ""
+            line = f"{phase} {step}/{total}  {note}{left}"
             if tell is not None:
                 tell(line)
                 terminal.note(line)
@@ -85,7 +96,23 @@ def progress(console: Console, *, verbose: bool = False) -> Iterator[Any]:
 def print_end(console: Console, folder: "RunFolder", recipe: "Recipe") -> None:
     """Print what a run came to, and where it is."""
     console.print(summary(folder.metrics(), recipe.evaluation.samples))
+    if words := _checkpoints(folder):
+        console.print(words)
     console.print(f"run folder: {shown(folder.path)}")
+    console.print(f"look at it: agentrl view {shlex.quote(shown(folder.path))}")
+
+
+def _checkpoints(folder: "RunFolder") -> str:
+    """Return which checkpoints there are, how large, and which was best; empty if there is none."""
+    kept = by_step(folder.checkpoints)
+    if not kept:
+        return ""
+    size = sum(file.stat().st_size for path in kept.values() for file in path.rglob("*") if file.is_file())
+    best = best_step(folder.metrics(), among=kept)
+    words = f"checkpoints: steps {', '.join(map(str, kept))}, {decimal(size)}"
+    return (
+        words if best in (None, max(kept)) else f"{words}; the best evaluation is of step {best} (export --step {best})"
+    )
 
 
 def summary(rows: list[dict[str, float]], samples: int) -> str:
@@ -111,8 +138,10 @@ def _summary(rows: list[dict[str, float]], samples: int, prefix: str) -> str:
         before, after = first[f"{prefix}{name}"], last[f"{prefix}{name}"]
         return f"{name} {before:{form}} -> {after:{form}}"
 
-    shares = [name for name in ("score", "success") if f"{prefix}{name}" in first and f"{prefix}{name}" in last]
-    parts = [*(change(name, ".1%") for name in shares), change("reward", ".3f")]
+    names = [name for name in ("success", "score") if f"{prefix}{name}" in first and f"{prefix}{name}" in last]
+    if all(row.get(f"{prefix}score") == row.get(f"{prefix}success") for row in (first, last)):
+        names = names[:1]  # an environment without a between
+    parts = [*(change(name, ".1%") for name in names), change("reward", ".3f")]
     words = f"{of}{', '.join(parts)} on {tasks}, {rows[-1]['step']:.0f} steps"
     if len(played) == len(evaluations):
         return words
@@ -145,7 +174,10 @@ def _note(metrics: dict[str, float]) -> str:
     shown = {"loss": "loss", "reward/mean": "reward", "episode/score": "score", "clip/tokens": "clipped"}
     if "reward/mean" in metrics:
         del shown["loss"]
-    return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in shown.items() if name in metrics) + faults
+    parts = [f"{word} {metrics[name]:.3f}" for name, word in shown.items() if name in metrics]
+    speeds = {"time/step_s": "{:.2f} s/step", "time/tokens_per_s": "{:,.0f} tokens/s"}
+    parts += [form.format(metrics[name]) for name, form in speeds.items() if name in metrics]
+    return "  ".join(parts) + faults
 
 
 OnStep = Callable[[dict[str, float]], object]
@@ -198,7 +230,7 @@ def train(
     if processes != 1:
         return _launch(recipe, changes, overrides, processes=processes, on_step=on_step, quiet=quiet)
     planned, run_dir = load(recipe, overrides, changes=changes)
-    planned = with_run_dir(planned, run_dir, name=name_of(recipe))
+    planned = with_run_dir(planned, run_dir, name=name_of(recipe, planned))
     with without_running_loop():
         return run(planned, run_dir, console=Console(soft_wrap=True, quiet=quiet), on_step=on_step)
 
@@ -266,18 +298,23 @@ def _run(
     folder = RunFolder.open(run_dir) if run_dir else None
     if folder and int(os.environ.get("WORLD_SIZE", "1")) == 1 and _is_done(console, folder, recipe):
         return TrainedRun(folder.path)
-    table = Table(title=f"{recipe.env.id}, seed {recipe.seed}", title_justify="left", show_header=False, box=None)
-    for name, value in plan(recipe).items():
-        table.add_row(name, value)
-    console.print(table)
-    console.print(f"run folder: {shown(recipe.run_dir)}")
+    opening = [_plan_table(recipe), f"run folder: {shown(recipe.run_dir)}"]
+
+    def show_announcement(words: str) -> None:  # the first comes once environment and model are found
+        while opening:
+            console.print(opening.pop(0))
+        console.print(f"{words} ...")
+
     teller = Console(soft_wrap=True) if console.quiet else console
 
     def warn(words: str) -> None:
         teller.print(f"warning: {words}", style="yellow")
 
     resumed = None
-    with build(recipe, tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
+    with (
+        announced_by(show_announcement),
+        build(recipe, tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts,
+    ):
         recipe = parts.recipe  # the first process's, with the folder that it has named
         assert recipe.run_dir is not None, "see `with_run_dir`"
         if folder and _is_done(console, folder, recipe):
@@ -304,6 +341,13 @@ def _run(
     return TrainedRun(recipe.run_dir)
 
 
+def _plan_table(recipe: Recipe) -> Table:
+    table = Table(title=f"{recipe.env.id}, seed {recipe.seed}", title_justify="left", show_header=False, box=None)
+    for name, value in plan(recipe).items():
+        table.add_row(name, value)
+    return table
+
+
 def _is_done(console: Console, folder: RunFolder, recipe: Recipe) -> bool:
     """Say so where a run has no step left."""
     if newest_step(folder.checkpoints) != recipe.train.steps:
@@ -328,7 +372,7 @@ def _launch(
             "on_step: a function of this process is not called in several; leave out on_step, or processes"
         )
     recipe, run_dir = load(target, overrides, changes=changes)
-    recipe = with_run_dir(recipe, run_dir, name=name_of(target))
+    recipe = with_run_dir(recipe, run_dir, name=name_of(target, recipe))
     with tempfile.TemporaryDirectory(prefix="agentrl-launch-") as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(dump_yaml(recipe.model_dump(mode="json")), encoding="utf-8")

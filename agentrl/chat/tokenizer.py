@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from agentrl.chat.chatml import END, START
 from agentrl.chat.forms.json_calls import CLOSE, OPEN
 from agentrl.chat.renderer import GENERATION_ENDS
 from agentrl.data.files import absolute, damage
+from agentrl.data.plain import line_of
 from agentrl.errors import ConfigError
 
 PAD = "<|endoftext|>"
@@ -42,7 +44,7 @@ def pretrained_tokenizer(name_or_path: str, *, field: str = "model.name_or_path"
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer  # which loads torch
 
-    where = local_folder(name_or_path)
+    where = local_folder(name_or_path, field=field)
     if where and not where.is_dir():
         raise ConfigError(f"{field}: there is no folder {name_or_path!r}; a model of the hub is named OWNER/MODEL")
     try:
@@ -80,10 +82,39 @@ def _generation_ends(source: str) -> tuple[int, ...]:
     return ()
 
 
-def local_folder(name_or_path: str) -> Path | None:
-    """Return the folder that a model's name means. None: it is a name of the hub, `owner/model`."""
-    is_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1
-    return absolute(name_or_path) if is_path else None
+def local_folder(name_or_path: str, *, field: str = "model.name_or_path") -> Path | None:
+    """Return the folder that a model's name means: that of the cache, if the hub cannot be reached. None: the hub has it.
+
+    Raises:
+        ConfigError: for a name of the hub, `owner/model`, that is not in the cache while the hub cannot be reached.
+    """
+    if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1:
+        return absolute(name_or_path)
+    if (reason := _unreachable()) is None:
+        return None
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        return Path(snapshot_download(name_or_path, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{field}: {name_or_path!r} is not in the cache of Hugging Face, and {constants.ENDPOINT} cannot be reached "
+            f"({reason}); connect, or copy the model here. A folder of this name is given as ./{name_or_path}"
+        ) from error
+
+
+@cache
+def _unreachable() -> str | None:
+    """Return why the hub cannot be reached, asked once. None: it can. Its own client tries each file for minutes."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # noqa: BLE001 - of whichever HTTP client the installed version has
+        return line_of(error)
+    return None
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:

@@ -35,7 +35,7 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.api.training import run, with_run_dir
 
     is_main = rank() == 0
-    recipe = with_run_dir(recipe, run_dir, name=name_of(options.target), is_main=is_main)
+    recipe = with_run_dir(recipe, run_dir, name=name_of(options.target, recipe), is_main=is_main)
     with exits(recipe.run_dir):
         console = Console(soft_wrap=True, quiet=options.quiet or not is_main)
         run(recipe, run_dir, console=console, is_main=is_main, verbose=options.verbose)

@@ -91,7 +91,7 @@ MAX_METRIC = 1e50
 """Largest number in `info` that becomes a metric, either way: what is summed over a step's turns, and squared, stays finite."""
 
 
-_ORACLE_FIX = "return an assistant message (agentrl.env.tool_call makes one)"
+_ORACLE_FIX = "return text, or an assistant message (agentrl.env.tool_call makes one)"
 
 
 def base_env(env: gym.Env[tuple[Message, ...], str | Message]) -> "MessageEnv":
@@ -134,6 +134,7 @@ def ask_oracle(env: "MessageEnv", *, skill: float = 1.0, rng: np.random.Generato
         NotImplementedError: if there is none.
     """
     said = awaited(env.oracle(skill=skill, rng=rng), "oracle()", timeout_s=env.coroutine_timeout_s)
+    said = as_message(said) if isinstance(said, str) else said
     try:
         message: Message = plain_data(said, "oracle(): the message")
     except PlainDataError as error:
@@ -168,7 +169,8 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
     turn_rewards: bool = True
     """False if only the last turn carries a reward, so that turn-level credit has nothing to tell turns apart by."""
     can_fork: bool = True
-    """False if a moment cannot be copied, so that no rollouts can be forked from it."""
+    """False if a moment cannot be copied, so that no rollouts can be forked from it: schemes that read branches (`tree`) are
+    refused then, all others work."""
     can_reuse: bool = True
     """False if an object must play one episode only, whatever a proof finds: each episode has a fresh one then."""
 
@@ -240,7 +242,7 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
         self.np_random = np.random.default_rng(seed)
 
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Any:
-        """Return a good assistant message for this moment; with probability 1 - skill a plausible wrong one.
+        """Return a good assistant message, or its text, for this moment; with probability 1 - skill a plausible wrong one.
 
         It may be a coroutine (`async def`).
 

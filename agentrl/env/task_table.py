@@ -378,7 +378,8 @@ def _checked(options: TableOptions, field: str) -> Iterator[Row]:
                 continue
             if column not in row.values:
                 raise UserError(
-                    f"{row.place}: it has no column {column!r}; {option} names one of {', '.join(row.values) or 'none'}"
+                    f"{row.place}: there is no column {column!r}; set {option} to one that is there: "
+                    f"{', '.join(row.values) or 'the row is empty'}"
                 )
             if row.values[column] is None or row.values[column] in ("", []):
                 raise UserError(f"{row.place}: column {column!r} is empty; fill it, or delete the row")

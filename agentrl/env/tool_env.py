@@ -115,6 +115,8 @@ class ToolSpec:
     arguments: TypeAdapter[Any]
     """Validates keyword arguments; returns them, coerced, as a dict."""
     is_coroutine: bool
+    untyped: tuple[str, ...] = ()
+    """Parameters without a type hint: the schema lets the model give anything."""
 
     def validate(self, arguments: Any) -> dict[str, Any]:
         """Return the keyword arguments for a call.
@@ -176,6 +178,7 @@ def _spec(name: str, function: Callable[..., Any], *, num_bound: int = 1) -> Too
         schema={"type": "function", "function": {"name": name, "description": description, "parameters": schema}},
         arguments=adapter,
         is_coroutine=inspect.iscoroutinefunction(function),
+        untyped=tuple(p.name for p in parameters if p.name not in hints),
     )
 
 

@@ -240,16 +240,17 @@ class LossConfig(BaseModel):
     def _clipped_unit(self) -> RatioUnit:
         return "token" if self.trust == "token" else self.unit
 
-    def describe_ratio(self) -> str:
-        """Describe the ratio's unit and its trust region in a phrase."""
+    def describe(self) -> str:
+        """Describe the ratio's unit and its trust region in a phrase: `GSPO-token, clip [0.9997, 1.0004]`."""
         low, high = self.clip_range()
-        ends = {
-            "fixed": f"clipped to 1 - {low:g} .. 1 + {high:g}",
-            "calibrated": f"clipped so that {100 * (self.calibrated or CalibratedConfig()).clipped:g}% of the tokens are",
-            "token": f"of which a token leaves when its own is beyond 1 - {low:g} .. 1 + {high:g}",
-            "kernel": "weighed by a kernel of the whole unit's",
+        clip = f"clip [{1 - low:g}, {1 + high:g}]"
+        regions = {
+            "fixed": clip,
+            "calibrated": f"calibrated clip of {100 * (self.calibrated or CalibratedConfig()).clipped:g} % of tokens",
+            "token": clip if self.unit == "token" else f"token-level {clip}",
+            "kernel": "VESPO kernel",
         }
-        return f"one for each {self.unit}, {ends[self.trust]}"
+        return f"{'GSPO-token' if self.unit == 'trajectory' else f'{self.unit} ratios'}, {regions[self.trust]}"
 
     def warnings(self, *, staleness_bound: int = 0) -> list[str]:
         """List settings that are allowed but likely mistakes: too few kept versions, or the clip bound of another unit.
@@ -341,7 +342,7 @@ class TrainConfig(BaseModel):
     checkpoint_every: Annotated[Amount, MayChange()] = 20
     """Steps between checkpoints; the last step always has one."""
     keep_last: Annotated[Amount, MayChange()] = 2
-    """Checkpoints kept."""
+    """Newest checkpoints kept; the one with the best evaluation is kept beside them."""
     on_collapse: Annotated[Literal["warn", "stop", "rewind"], MayChange()] = "warn"
     """Reaction to a collapse of the policy (metric `health/collapse`). `stop`: the run ends. `rewind`: once, it goes back to
     the newest checkpoint from before, with half the learning rate; at the next collapse it ends. Each logs a warning."""

@@ -3,6 +3,7 @@
 `T` trained tokens, `D` hidden size, `V` vocabulary.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -42,10 +43,19 @@ def local_config(config: LocalModelConfig, *, vocab_size: int, **further: Any) -
     )
 
 
+def hide_bars() -> None:
+    """Turn off transformers' progress bars unless they are seen on a terminal: in a log each is hundreds of lines."""
+    from transformers.utils import logging
+
+    if sys.stderr is None or not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
 def make_local_model(config: LocalModelConfig, tokenizer: Any, *, attention: str | None = None) -> Any:
     """Return a Qwen3 with random weights (from torch's global generator) for a tokenizer."""
     from transformers import Qwen3ForCausalLM
 
+    hide_bars()
     tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     return Qwen3ForCausalLM(local_config(config, vocab_size=len(tokenizer), **tokens, attn_implementation=attention))
 
@@ -77,21 +87,31 @@ def load_pretrained(
     return name_body(model.float()), tokenizer  # quantized weights come in bfloat16
 
 
+def open_config(name_or_path: str, *, field: str) -> tuple[str, Any]:
+    """Return (source for transformers, configuration) of a Hugging Face folder or hub name.
+
+    Raises:
+        ConfigError: when there is no such model.
+    """
+    from transformers import AutoConfig
+
+    folder = local_folder(name_or_path, field=field)
+    if folder and not (folder / "config.json").is_file():
+        raise ConfigError(f"{field}: no model in {name_or_path!r}: {folder / 'config.json'} does not exist")
+    source = str(folder or name_or_path)
+    with checkpoint_errors(name_or_path, field=field):
+        return source, AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
 def open_checkpoint(name_or_path: str, *, field: str) -> tuple[str, Any, Any]:
     """Return (source for transformers, configuration, tokenizer) of a Hugging Face folder or hub name.
 
     Raises:
         ConfigError: when there is no such model, or its weights are quantized in a way that cannot be trained.
     """
-    from transformers import AutoConfig
-
-    folder = local_folder(name_or_path)
-    if folder and not (folder / "config.json").is_file():
-        raise ConfigError(f"{field}: no model in {name_or_path!r}: {folder / 'config.json'} does not exist")
+    hide_bars()
+    source, config = open_config(name_or_path, field=field)
     tokenizer = pretrained_tokenizer(name_or_path, field=field)
-    source = str(folder or name_or_path)
-    with checkpoint_errors(name_or_path, field=field):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if (method := quantization(config)) not in (None, "mxfp4"):
         raise ConfigError(
             f"{field}: the weights of {name_or_path!r} are quantized ({method}), and cannot be trained; name the model that "

@@ -42,7 +42,7 @@ class Recipe(BaseModel):
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Every random choice follows from it."""
     run_dir: Annotated[Path | None, MayChange()] = None
-    """Folder of the run. None: `runs/<recipe>-<date>`."""
+    """Folder of the run. None: `runs/<recipe>-<date>`; after the environment, if it is not the recipe's."""
     env: EnvConfig = EnvConfig()
     chat: SerializeAsAny[RendererConfig] = AutoConfig()
     model: ModelConfig = ModelConfig()
@@ -56,6 +56,11 @@ class Recipe(BaseModel):
     train: TrainConfig = TrainConfig()
     evaluation: Annotated[EvaluationConfig, MayChange()] = EvaluationConfig()
     report: Annotated[ReportConfig, MayChange()] = ReportConfig()
+
+    @field_validator("credit", mode="before")
+    @classmethod
+    def _default_scheme(cls, credit: object) -> object:
+        return {"scheme": "uniform", **credit} if isinstance(credit, Mapping) else credit
 
     @field_validator("run_dir")
     @classmethod
@@ -84,11 +89,6 @@ class Recipe(BaseModel):
                 f"{train.checkpoint_every} with keep_last: {train.keep_last} may keep none; raise one of them until "
                 f"checkpoint_every * (keep_last - 1) is at least {least}"
             )
-        if self.train.num_minibatches > episodes:
-            raise ValueError(
-                f"train.num_minibatches: {self.train.num_minibatches} is more than the {episodes} episodes of a step "
-                "(rollout.num_groups * rollout.group_size); lower it"
-            )
         if rollout.max_turn_tokens >= rollout.max_context_tokens:
             raise ValueError(
                 f"rollout.max_turn_tokens: {rollout.max_turn_tokens} leaves no room for a prompt in "
@@ -106,6 +106,11 @@ class Recipe(BaseModel):
                 raise ValueError(f"{alone} set {field}")
             if "fallback" in self.credit and _field_of_error(load_fallback(scheme)):
                 raise ValueError(f"{alone} remove credit.fallback")
+        if self.train.num_minibatches > episodes:
+            raise ValueError(
+                f"train.num_minibatches: {self.train.num_minibatches} is more than the {episodes} episodes of a step "
+                "(rollout.num_groups * rollout.group_size); lower it"
+            )
         return self
 
 
@@ -182,7 +187,7 @@ def plan(recipe: Recipe) -> dict[str, str]:
         "tokens per micro-batch": f"at most {train.max_tokens_per_micro_batch}, shared ones once",
         "steps": f"{train.steps} (at most {train.steps * updates} updates)",
         "credit": ", ".join(f"{key} {value}" for key, value in recipe.credit.items()),
-        "ratio": recipe.loss.describe_ratio(),
+        "loss": recipe.loss.describe(),
         "evaluation": f"{recipe.evaluation.num_tasks} evaluation tasks, {recipe.evaluation.samples} episodes each",
     }
 

@@ -291,7 +291,7 @@ class TrainSection(TypedDict, total=False):
     checkpoint_every: int
     r"""Steps between checkpoints; the last step always has one."""
     keep_last: int
-    r"""Checkpoints kept."""
+    r"""Newest checkpoints kept; the one with the best evaluation is kept beside them."""
     on_collapse: Literal["warn", "stop", "rewind"]
     r"""Reaction to a collapse of the policy (metric `health/collapse`). `stop`: the run ends. `rewind`: once, it goes back to the newest checkpoint from before, with half the learning rate; at the next collapse it ends. Each logs a warning."""
     stop_on: Sequence[Literal["zero_spread", "cut_off"]]
@@ -335,7 +335,7 @@ class Sections(TypedDict, total=False):
     seed: int
     r"""Every random choice follows from it."""
     run_dir: str | Path | None
-    r"""Folder of the run. None: `runs/<recipe>-<date>`."""
+    r"""Folder of the run. None: `runs/<recipe>-<date>`; after the environment, if it is not the recipe's."""
     chat: Any
     warmup: WarmupSection | Mapping[str, Any] | BaseModel
     engine: Any

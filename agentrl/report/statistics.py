@@ -4,7 +4,8 @@ A run is one observation, whatever the number of its tasks: runs of one recipe d
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -281,6 +282,22 @@ def _unsolved(evaluation: Evaluation) -> Iterator[Table | Text]:
     yield table
     if len(failed) > _SHOWN:
         yield Text(f"and {len(failed) - _SHOWN} more; --json has all", "dim")
+
+
+def best_step(rows: Iterable[Mapping[str, float]], *, among: Container[int]) -> int | None:
+    """Return the step with the best evaluation: by success, else score, else reward, averaged over environments.
+
+    Args:
+        rows: metrics of steps.
+        among: steps that count; the beginning does not. Of equals the last one is the best.
+    """
+    evaluated = [row for row in rows if row["step"] > 0 and row["step"] in among]
+    for measure in ("success", "score", "reward"):
+        pattern = re.compile(rf"eval/([^/]+/)?{measure}")
+        found = {int(row["step"]): [row[name] for name in row if pattern.fullmatch(name)] for row in evaluated}
+        if means := {step: sum(values) / len(values) for step, values in found.items() if values}:
+            return max(means, key=lambda step: (means[step], step))
+    return None
 
 
 def with_unreported(rows: Sequence[Mapping[str, float]], names: Iterable[str]) -> list[dict[str, float]]:

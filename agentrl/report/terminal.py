@@ -59,6 +59,25 @@ def note(text: str) -> None:
         listener(printable(text))
 
 
+_ANNOUNCERS: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def announced_by(show: Callable[[str], None]) -> Iterator[None]:
+    """Pass to a function what is announced meanwhile."""
+    _ANNOUNCERS.append(show)
+    try:
+        yield
+    finally:
+        _ANNOUNCERS.remove(show)
+
+
+def announce(words: str) -> None:
+    """Show what a run does next before its steps: loading, proofs and compilation may take minutes."""
+    for show in _ANNOUNCERS:
+        show(words)
+
+
 class Console(console.Console):
     """Prints text as it is: no control characters but its own, and no brackets or colons that mean something.
 

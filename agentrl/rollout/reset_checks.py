@@ -47,7 +47,10 @@ class Overlap:
         return (
             f"{self.num_shared} of {self.num_evaluation} evaluation tasks also occur among the first {self.num_training} "
             "training tasks (first messages, gold_answer() and state_key() are alike), so evaluation shows what was "
-            "trained on: separate the splits by options['split'] or num_tasks()"
+            "trained on. Draw the tasks of each split from a half of their own, in start():\n"
+            "    numbers = range(0, 1000, 2) if options.get('split') == 'eval' else range(1, 1000, 2)\n"
+            "    self.number = numbers[int(self.np_random.integers(len(numbers)))]\n"
+            "    return f'Find {self.number}.'  # or, of a table, define num_tasks() and take options['task_index']"
         )
 
 

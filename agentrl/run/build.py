@@ -23,11 +23,12 @@ from agentrl.learn.learner import Learner
 from agentrl.learn.signals import hints, provided_by
 from agentrl.learn.signals.base import SignalContext
 from agentrl.learn.signals.signals import Signals
-from agentrl.policy.model import Policy, check_attention
+from agentrl.policy.model import Policy, check_attention, open_config
 from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.log import FaultLog
 from agentrl.report.records import pieces_of
+from agentrl.report.terminal import announce
 from agentrl.report.trackers import check_trackers
 from agentrl.rollout import Journal, RolloutPool, check_limits, try_environment
 from agentrl.run.parts import (
@@ -209,6 +210,7 @@ def _build_trained(
 ) -> _Trained:
     """Build the trained parts: the policy with its learner, and the signals that the credit scheme reads."""
     rollout, train = recipe.rollout, recipe.train
+    announce("proving which layout of rows is exact")
     policy, warning = build_policy(
         recipe.model, loaded, train=train, max_context_tokens=rollout.max_context_tokens, device=accelerator.device
     )
@@ -253,7 +255,11 @@ def _load_model(
     recipe: Recipe, env: EnvPart, credit: CreditScheme, runner: asyncio.Runner, *, tokenizer_folder: Path | None
 ) -> ModelPart:
     rollout, tokenizer = recipe.rollout, None
-    if recipe.model.name_or_path is None:
+    if (name := recipe.model.name_or_path) is not None:
+        open_config(name, field="model.name_or_path")  # before anything is shown of a run that cannot begin
+        announce(f"loading {name}")
+    else:
+        announce("making a model and its tokenizer")
         # Demonstrations for the tokenizer are about to be played; the context is measured once there is one.
         trial = try_environment(
             make_env=env.make,
@@ -291,6 +297,7 @@ def _open_engine(
     recipe: Recipe, loaded: ModelPart, shard: TaskShard, device: torch.device, runner: asyncio.Runner, stack: ExitStack
 ) -> Engine:
     """Build the engine; it is closed with the stack."""
+    announce(f"starting the engine ({recipe.engine.name})")
     handover = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-weights-")))
     engine = build_engine(
         recipe.engine,

@@ -23,6 +23,7 @@ from agentrl.learn.health import COLLAPSED_STEPS
 from agentrl.recipe.config import Recipe
 from agentrl.recipe.plugin import fixed
 from agentrl.report.folder import RunFolder, Told
+from agentrl.report.statistics import best_step
 from agentrl.report.terminal import read_panels
 from agentrl.rollout import Tasks
 from agentrl.run.build import Parts
@@ -78,7 +79,7 @@ class RunState(BaseModel):
 
 
 def save(parts: Parts, folder: RunFolder, step: int) -> None:
-    """Write the checkpoint of a step and drop all but the newest ones; a crash while writing leaves the earlier ones."""
+    """Write the checkpoint of a step and drop all but the newest ones and the best; a crash while writing leaves them all."""
     parts.runner.run(parts.pool.pause())  # no deadline shall pass while the loop stands still
 
     def write(path: Path) -> None:
@@ -96,8 +97,11 @@ def save(parts: Parts, folder: RunFolder, step: int) -> None:
 
     write_folder(folder.checkpoints / NAME.format(f"{step:06d}"), write, is_sealed=True)
     if is_main():
-        for old in checkpoints(folder.checkpoints)[: -parts.recipe.train.keep_last]:
-            shutil.rmtree(old)
+        kept = by_step(folder.checkpoints)
+        best = best_step(folder.metrics(), among=kept)
+        for old in list(kept)[: -parts.recipe.train.keep_last]:
+            if old != best:
+                shutil.rmtree(kept[old])
     parts.pool.drop_old_journal()
 
 
@@ -171,6 +175,20 @@ def newest_checkpoint(folder: RunFolder) -> Path:
     if not (found := checkpoints(folder.checkpoints)):
         raise ConfigError(f"{folder.path} has no checkpoint yet; resume the run: agentrl train {folder.path}")
     return found[-1]
+
+
+def checkpoint_at(folder: RunFolder, step: int | None) -> Path:
+    """Return the checkpoint of a step. None: the newest.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    newest, found = newest_checkpoint(folder), by_step(folder.checkpoints)
+    if step is None:
+        return newest
+    if step not in found:
+        raise ConfigError(f"{folder.path} has no checkpoint of step {step}; it has {', '.join(map(str, found))}")
+    return found[step]
 
 
 def check_processes(path: Path, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Export of a run's newest weights for other programs, and a vLLM server for a recipe."""
+"""Export of a run's weights for other programs, and a vLLM server for a recipe."""
 
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from agentrl.recipe.config import Recipe
 from agentrl.report.card import write_card
 from agentrl.report.folder import RunFolder
 from agentrl.run.build import Parts
-from agentrl.run.checkpoint import newest_checkpoint
+from agentrl.run.checkpoint import checkpoint_at
 
 
 def export(
@@ -36,8 +36,9 @@ def export(
     dtype: torch.dtype | None = None,
     only_adapter: bool = False,
     name: str | None = None,
+    step: int | None = None,
 ) -> None:
-    """Write a run's newest policy as a Hugging Face folder, or its adapters as a folder of peft's, with a model card.
+    """Write a run's policy as a Hugging Face folder, or its adapters as a folder of peft's, with a model card.
 
     Neither environment nor engine is built.
 
@@ -48,12 +49,13 @@ def export(
         dtype: dtype of the weights. None: as they were trained.
         only_adapter: write the adapters alone.
         name: name of the model on its card. None: that of the folder.
+        step: step of the checkpoint. None: the newest.
 
     Raises:
-        ConfigError: when the run has no checkpoint, or none that fits the recipe, or trains no adapter to write.
+        ConfigError: when the run has no such checkpoint, or none that fits the recipe, or trains no adapter to write.
     """
     check_name(folder)
-    newest = newest_checkpoint(run)
+    checkpoint = checkpoint_at(run, step)
     if recipe.model.name_or_path is not None:
         # Without `model.attention`, whose package may be missing: nothing attends.
         model, tokenizer = load_pretrained(recipe.model.name_or_path)
@@ -65,15 +67,15 @@ def export(
         add_lora(model, recipe.model.lora)
     elif only_adapter:
         raise ConfigError("this run trains no adapter (model.lora)")
-    with checkpoint_errors(newest):
-        load_weights(Policy(model), newest)
+    with checkpoint_errors(checkpoint):
+        load_weights(Policy(model), checkpoint)
 
     card = partial(
         write_card,
         run=run,
         config=recipe.model_dump(mode="json"),
         name=name or folder.resolve().name,
-        step=step_of(newest),
+        step=step_of(checkpoint),
         adapter=only_adapter,
         auto_class=auto_class(model.config).__name__,
     )

@@ -14,6 +14,7 @@ from agentrl.learn.warmup import warm_up
 from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.sources import note_sources
+from agentrl.report.terminal import announce
 from agentrl.rollout import try_environment
 from agentrl.rollout.demonstrations import Demonstration, oracle_ends
 from agentrl.rollout.reset_checks import measure_overlap, prove_reset
@@ -69,6 +70,7 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         is_changed = False
         prepared = None
         if folder is not None and is_resumed:
+            announce("resuming")
             check_hashes(parts.pool.tasks, folder)
             reuse_environments(parts)
             finished_steps, is_changed = resume(parts, folder)
@@ -144,6 +146,7 @@ def _prepare(parts: Parts) -> Preparation:
     recipe = parts.recipe
     renderer = parts.pool.context.renderer
     runner = parts.runner
+    announce("trying the environment")
     trial = try_environment(
         make_env=recipe.env.make,
         renderer=renderer,
@@ -162,9 +165,11 @@ def _prepare(parts: Parts) -> Preparation:
             make_env=env.environments.make, renderer=renderer, config=recipe.rollout, tasks=env.tasks
         )
         runner.run(trial)
+    announce("proving that engine and trainer agree")
     parts.weight_sync.verify_and_push(0)
     examples: list[Demonstration] = []
     if recipe.warmup.steps:
+        announce(f"playing {recipe.warmup.num_demonstrations} demonstrations")
         examples = demonstrate(
             parts.env,
             renderer,
@@ -253,5 +258,6 @@ def _begin(parts: Parts, record: RunRecord, prepared: Preparation, on_progress: 
     parts.weight_sync.verify_and_push(0)
     for name, words in prepared.warnings.items():
         record.warn(0, name, words)
+    announce("evaluating before the first step")
     record.add_row({"step": 0, **prepared.metrics, **evaluation_metrics(parts)})
     save(parts, record.folder, 0)

@@ -5,7 +5,8 @@ import pickle
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from gymnasium.utils.env_checker import check_env as check_gymnasium
 
 from agentrl.env import EnvDescription, MessageEnv, ToolEnv, as_message, close_env, describe, make_env
 from agentrl.env.make import CALL_ID, bad_actions, call, is_schema, likely_arguments
+from agentrl.env.tool_env import tool_specs
 from agentrl.errors import CheckError, EnvironmentFailure
 from agentrl.rollout import Tasks
 from agentrl.rollout.env_driver import MakeEnv, reset, step
@@ -53,7 +55,7 @@ class CheckedEnv:
         return "\n".join([self.name, *(f"- {line}" for line in self.lines)])
 
 
-def look_at(name: str, make_env: MakeEnv, env: MessageEnv, *, num_seeds: int) -> CheckedEnv:
+def look_at(name: str, make_env: MakeEnv, env: MessageEnv, *, num_seeds: int, notes: Mapping[str, str]) -> CheckedEnv:
     """Look at what is no matter of right and wrong; the environment has passed all checks.
 
     Args:
@@ -61,19 +63,26 @@ def look_at(name: str, make_env: MakeEnv, env: MessageEnv, *, num_seeds: int) ->
         make_env: makes one.
         env: one of them.
         num_seeds: how many were tried.
+        notes: kinds of copies that cannot be made, with what that costs.
     """
-    return CheckedEnv(name=name, lines=tuple(_lines(make_env, env, describe(env), num_seeds)))
+    return CheckedEnv(name=name, lines=tuple(_lines(make_env, env, describe(env), num_seeds, notes)))
 
 
-def _lines(make_env: MakeEnv, env: MessageEnv, description: EnvDescription, num_seeds: int) -> Iterator[str]:
+def _lines(
+    make_env: MakeEnv, env: MessageEnv, description: EnvDescription, num_seeds: int, notes: Mapping[str, str]
+) -> Iterator[str]:
     yield f"a seed begins the same task again, and plays alike with the same actions ({num_seeds} seeds tried)"
     yield f"{len(list(bad_actions(description.tools)))} kinds of nonsense are answered with messages"
-    yield f"copies by {'fork() and pickle play' if env.can_fork else 'pickle play'} like the original"
+    kinds = [kind for kind in (["fork()"] if env.can_fork else []) + ["pickle"] if kind not in notes]
+    if kinds:
+        yield f"copies by {' and '.join(kinds)} play like the original"
+    yield from notes.values()
     has_oracle = type(env).oracle is not MessageEnv.oracle
     yield "the oracle ends each task that was tried" if has_oracle else "it has no oracle(), so warmup.steps must be 0"
-    for need in sorted(description.needs):
+    needs = description.needs - ({Need.BRANCHES} if "fork()" in notes else set())
+    for need in sorted(needs):
         yield f"credit schemes may read {need.value}"
-    if missing := sorted({Need.STATE_KEYS, Need.ANSWER_LOGPROBS, Need.BRANCHES} - description.needs):
+    if missing := sorted({Need.STATE_KEYS, Need.ANSWER_LOGPROBS, Need.BRANCHES} - needs):
         yield f"credit schemes may not read {', '.join(need.value for need in missing)}"
     tasks = Tasks(seed=0, num=description.num_tasks)
     yield from _about_splits(make_env, tasks)
@@ -147,7 +156,7 @@ def check_env(
                     break
         if not report.lines():
             env = new_session(report, build).env
-            look = partial(look_at, str(name), build, env, num_seeds=len(seeds))
+            look = partial(look_at, str(name), build, env, num_seeds=len(seeds), notes=report.notes)
             found: CheckedEnv = report.call("an episode after other episodes", look, num_calls=6, extra_s=10.0)
             report.close_sessions()
             return found
@@ -191,6 +200,12 @@ def _tools(make: Make, seed: int) -> None:  # noqa: ARG001 - tools do not depend
             session.add(f"tools: {name!r} has no description; the first line of the method's docstring becomes one")
         if not (isinstance(parameters, dict) and parameters.get("type") == "object"):
             session.add(f"tools: parameters of {name!r} must be a JSON schema of type 'object'")
+    for spec in tool_specs(type(session.env)).values():
+        for name in spec.untyped:
+            session.add(
+                f"tools: parameter {name!r} of {spec.name!r} has no type hint, so the model is not told what to give and any "
+                f"value reaches the tool; write one, such as {name}: int"
+            )
     session.add_if(len(set(names)) < len(names), "tools: two tools have one name; rename one")
 
 
@@ -295,9 +310,28 @@ def _fork(make: Make, seed: int) -> None:
         if not session.attribute("can_fork") or any(r.is_end for r in _probe(session, num_before)[1]):
             return
         num_known = len(session.report.lines())
-        _compare_copies(session, session.fork(), "fork()", "copy everything that changes, self.np_random included")
+        is_own = type(session.env).fork is not MessageEnv.fork
+        cost = "schemes that read branches (tree) cannot be used; override fork(), or set can_fork = False"
+        with nullcontext() if is_own else _noting(session, "fork()", cost):
+            copy = session.fork()
+        if "fork()" in session.report.notes:
+            return
+        _compare_copies(session, copy, "fork()", "copy everything that changes, self.np_random included")
         if len(session.report.lines()) > num_known:
             return
+
+
+@contextmanager
+def _noting(session: Session, kind: str, cost: str) -> Iterator[None]:
+    """Note that a kind of copy cannot be made, and what that costs; training works without."""
+    try:
+        yield
+    except Hang:
+        raise
+    except Problem as problem:
+        if not problem.words:  # it returned something, which is wrong
+            raise
+        session.report.notes[kind] = f"no copies by {kind} ({problem.words}): {cost}"
 
 
 def _pickle(make: Make, seed: int) -> None:
@@ -305,9 +339,13 @@ def _pickle(make: Make, seed: int) -> None:
     session.reset(seed)
     if any(r.is_end for r in _probe(session, 1)[1]):
         session.reset(seed)
-    session.attribute("can_snapshot")  # as a rollout asks before it pickles
-    line = "an environment crosses processes: define its class at the top of a module and keep no open handles in it"
-    copy = session.report.call("pickle", lambda: pickle.loads(pickle.dumps(session.env)), fix=line)
+    fix = "can_snapshot is True: define its class at the top of a module and keep no open handles in it"
+    is_needed = session.attribute("can_snapshot")  # as a rollout asks before it pickles
+    cost = "after a kill its actions are taken again, and can_snapshot must stay False"
+    with nullcontext() if is_needed else _noting(session, "pickle", cost):
+        copy = session.report.call("pickle", lambda: pickle.loads(pickle.dumps(session.env)), fix=fix)
+    if "pickle" in session.report.notes:
+        return
     _compare_copies(session, Session(copy, session.report), "pickle", "restore everything that changes")
 
 

@@ -41,6 +41,8 @@ class Report:
     def __init__(self, *, timeout_s: float) -> None:
         self.is_deterministic = True
         self.sessions: list[Session] = []
+        self.notes: dict[str, str] = {}
+        """Restrictions by the kind of copy that failed: they break nothing, and cost what they say."""
         self._timeout_s = timeout_s
         self._lines: dict[str, None] = {}  # in order, each once
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

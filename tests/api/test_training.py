@@ -13,6 +13,7 @@ import pytest
 
 import agentrl
 from agentrl import Credit, CreditScheme, ToolEnv, TrainedRun, TrajectoryGroup, tool
+from agentrl.api.target import load, name_of, sections
 from agentrl.api.training import run as run_process
 from agentrl.api.training import with_run_dir
 from agentrl.chat import train_tokenizer
@@ -335,3 +336,13 @@ def test_no_turn_that_is_trained_on_holds_an_end_of_the_generation_config(tmp_pa
     turns = [turn for group in run.trajectories() for each in group.trajectories for turn in each.turns]
     assert any(turn.action_ids[-1] in ends[:-1] for turn in turns)
     assert not [turn for turn in turns if set(turn.action_ids[:-1]) & set(ends)]
+
+
+def test_a_run_is_named_after_its_recipe_or_else_after_its_environment() -> None:
+    def name(target: object, **changes: object) -> str:
+        return name_of(target, load(target, changes=sections(changes))[0])  # type: ignore[arg-type]
+
+    assert name("calculator") == name("calculator", env={"options": {"num_operations": 1}}) == "calculator"
+    assert name("calculator", env=GUESS) == name({}, env=GUESS) == "Guess"
+    assert name("calculator", env="key_door") == name(None, env="key_door") == "key_door"
+    assert name(None, env="agentrl/Bisect-v0") == "agentrl-Bisect-v0"

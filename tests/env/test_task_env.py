@@ -27,6 +27,10 @@ def components(env: TaskEnv, text: str = "5", **options: Any) -> dict[str, float
     return dict(info["reward_components"])
 
 
+def score(completion: str) -> float:
+    return float(len(completion))
+
+
 def refusal(**options: Any) -> str:
     with pytest.raises(UserError) as error:
         sums(**options)
@@ -340,7 +344,12 @@ def test_the_oracle_answers_as_the_table_does_and_errs_as_skill_says(split: str)
         ({"rewards": [{"weight": 1}]}, "rewards[0]: dict {'weight': 1} names no reward"),
         ({"rewards": ["exact_match", "exact_match"]}, "rewards: two are called 'exact_match'; give one another name"),
         ({"rewards": [{"reward": "exact_match", "weight": "a lot"}]}, "rewards[0]: weight is str 'a lot'; give a number"),
-        ({"rewards": [{"reward": "exact_match", "name": "success"}]}, "rewards[0]: the name str 'success' is taken"),
+        ({"rewards": [{"reward": "exact_match", "name": "success"}]}, "rewards[0]: every episode has a metric 'success'"),
+        (
+            {"rewards": [score]},
+            "rewards[0]: every episode has a metric 'score', so a reward needs another name: rename the function, or give "
+            "{reward: ..., name: my_score}",
+        ),
         ({"rewards": [{"reward": "matches", "patern": "x"}]}, "rewards[0], matches has no option 'patern'. Did you mean"),
         ({"rewards": [{"reward": "matches", "pattern": "("}]}, "rewards[0], matches: pattern: Input should be a valid regular"),
         ({"rewards": ["matches"]}, "rewards[0]: matches asks for 'pattern', which is neither"),

@@ -167,7 +167,7 @@ def test_another_table_is_held_out(tmp_path: Path) -> None:
         ("a.jsonl", b'{"prompt": "x"}\n\xff\xfe', "a.jsonl, line 2: it is not UTF-8"),
         ("a.jsonl", "", "a.jsonl: it has no rows"),
         ("a.jsonl", "\n \r\n", "a.jsonl: it has no rows"),
-        ("a.jsonl", '{"question": "x"}', "line 1: it has no column 'prompt'; prompt names one of question"),
+        ("a.jsonl", '{"question": "x"}', "line 1: there is no column 'prompt'; set prompt to one that is there: question"),
         ("a.jsonl", '{"prompt": null}', "line 1: column 'prompt' is empty"),
         ("a.jsonl", '{"prompt": "  "}', "line 1: column 'prompt' is empty"),
         ("a.jsonl", '{"prompt": 5}', "line 1: column 'prompt' is int 5; give text, or a list of messages"),

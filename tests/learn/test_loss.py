@@ -659,7 +659,21 @@ def test_fewer_kept_versions_than_tokens_are_old_are_told() -> None:
 
 def test_a_small_share_of_clipped_tokens_is_told_as_it_is() -> None:
     config = LossConfig.model_validate({"trust": "calibrated", "calibrated": {"clipped": 0.001}})
-    assert "clipped so that 0.1% of the tokens are" in config.describe_ratio()
+    assert config.describe() == "GSPO-token, calibrated clip of 0.1 % of tokens"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"trust": "fixed"}, "GSPO-token, clip [0.9997, 1.0004]"),
+        ({"trust": "token"}, "GSPO-token, token-level clip [0.8, 1.27]"),
+        ({"unit": "token", "trust": "token"}, "token ratios, clip [0.8, 1.27]"),
+        ({"unit": "token", "trust": "fixed", "clip_high": 0.2}, "token ratios, clip [0.8, 1.2]"),
+        ({"trust": "kernel"}, "GSPO-token, VESPO kernel"),
+    ],
+)
+def test_a_loss_is_described_in_the_words_of_the_field(config: dict[str, object], words: str) -> None:
+    assert LossConfig.model_validate(config).describe() == words
 
 
 def test_a_constant_length_goes_with_its_aggregation() -> None:

@@ -105,12 +105,30 @@ def test_every_step_is_heard_of_and_verbose_prints_what_it_shows() -> None:
     with heard_by(heard.append), progress(console, verbose=True) as on_progress:
         for step in (1, 2, 3):
             on_progress("training", step, 100, metrics)
-    assert [line for line in heard if line.startswith("training")] == [
+    assert [line.partition("  ETA ")[0] for line in heard if line.startswith("training")] == [
         f"training {i}/100  reward 0.500" for i in (1, 2, 3)
     ]
     printed = console.export_text()
     assert "training 1/100" not in printed
     assert printed.count("  reward: mean 0.5, call 0.2\n  ended by: terminated 1\n") == 3
+
+
+def test_a_narrow_terminal_shows_the_step_and_the_time_that_is_left() -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=80)
+    metrics = {
+        "reward/mean": 0.5,
+        "episode/score": 0.5,
+        "clip/tokens": 0.1,
+        "time/step_s": 12.5,
+        "time/tokens_per_s": 12345.6,
+    }
+    with progress(console) as on_progress:
+        on_progress("training", 3, 240, metrics)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+    assert "3/240" in plain
+    for words in ("reward 0.500", "score 0.500", "clipped 0.100", "12.50 s/step", "12,346", "-:--:--"):
+        assert words in plain
 
 
 def test_details_group_what_is_not_zero() -> None:

@@ -9,6 +9,7 @@ import pytest
 from agentrl.report.statistics import (
     Estimate,
     area,
+    best_step,
     estimate,
     holm,
     power,
@@ -104,3 +105,20 @@ def test_intervals_cover(num: int) -> None:
         found = [estimate(row) for row in differences.tolist()]
         covered = np.mean([e.mean == true if e.low is None else e.low <= true <= (e.high or 0.0) for e in found])
         assert 0.93 <= covered <= 0.975, "equal skewed outcomes at 4 seeds are covered a little more often"
+
+
+def test_the_best_step_is_that_of_the_best_evaluation_after_the_beginning() -> None:
+    def row(step: int, **measures: float) -> dict[str, float]:
+        return {"step": step, **{name.replace("_", "/"): value for name, value in measures.items()}}
+
+    rows = [row(0, eval_reward=9.0), row(1, eval_reward=0.3), row(2), row(3, eval_reward=0.3), row(4, eval_reward=0.1)]
+    assert best_step(rows, among=range(5)) == 3
+    assert best_step(rows, among={0, 1, 4}) == 1
+    assert best_step(rows, among={0, 2}) is None
+    scored = [{**row(1, eval_reward=9.0), "eval/success": 0.2}, {**row(2, eval_reward=0.1), "eval/success": 0.4}]
+    assert best_step(scored, among={1, 2}) == 2
+    both = [
+        {"step": 1, "eval/a/reward": 1.0, "eval/b/reward": 0.0},
+        {"step": 2, "eval/a/reward": 0.4, "eval/b/reward": 0.8},
+    ]
+    assert best_step(both, among={1, 2}) == 2

@@ -52,6 +52,16 @@ def test_rows_that_are_drawn_by_the_seed_alone_are_told() -> None:
     assert look(of(is_split=True)) == Overlap(num_shared=0, num_evaluation=64, num_training=256)
 
 
+def test_the_warning_mends_it_in_three_lines() -> None:
+    found = look(Rows)
+    assert found is not None
+    body = str(found.warning()).partition("in start():\n")[2]
+    assert len(body.splitlines()) == 3
+    scope: dict[str, Any] = {}
+    exec(f"def start(self, options):\n{body}", scope)
+    assert look(of(start=scope["start"])) == Overlap(num_shared=0, num_evaluation=64, num_training=256)
+
+
 def test_the_known_answer_tells_tasks_apart_that_begin_alike() -> None:
     class Many(Hidden):
         num = 10**9

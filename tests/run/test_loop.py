@@ -17,12 +17,12 @@ from agentrl.distributed.checkpoints import checkpoints
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.engine.vllm.engine import VLLMConfig
-from agentrl.errors import EngineError, TrainingError
+from agentrl.errors import ConfigError, EngineError, TrainingError
 from agentrl.learn.interrupt import _interrupted
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import Parts, build
-from agentrl.run.checkpoint import load_checkpoint, save
+from agentrl.run.checkpoint import checkpoint_at, load_checkpoint, save
 from agentrl.run.record import Stopwatch
 from agentrl.run.weight_sync import WeightSync
 from tests.support.each import each
@@ -199,6 +199,27 @@ def test_in_sync_no_checkpoint_is_written_after_a_push_that_missed(runs: Runs, t
     folder = RunFolder(tmp_path / "run")
     assert [path.name for path in checkpoints(folder.checkpoints)] == ["step-000000", "step-000002"]
     assert [row["step"] for row in folder.metrics()] == [0, 1, 2]
+
+
+def test_the_checkpoint_with_the_best_evaluation_is_kept_beside_the_newest(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewards = iter((0.1, 0.9, 0.5, 0.2))
+    monkeypatch.setattr(loop, "evaluation_metrics", lambda _: {"eval/episodes": 1.0, "eval/reward": next(rewards)})
+    train = {"steps": 4, "checkpoint_every": 1, "keep_last": 1}
+    parts = runs.build(run_dir=tmp_path / "run", train=train, evaluation={"every": 1, "num_tasks": 1})
+    folder, _ = loop.train(parts)
+    assert [path.name for path in checkpoints(folder.checkpoints)] == ["step-000002", "step-000004"]
+    assert checkpoint_at(folder, 2).name == "step-000002"
+    assert checkpoint_at(folder, None).name == "step-000004"
+    with pytest.raises(ConfigError, match="has no checkpoint of step 3; it has 2, 4"):
+        checkpoint_at(folder, 3)
+
+
+def test_a_checkpoint_before_any_step_holds_no_moments(runs: Runs, tmp_path: Path) -> None:
+    parts = runs.build(run_dir=tmp_path / "run", train={"steps": 1}, evaluation={"num_tasks": 1})
+    first, last = (path / "optimizer.pt" for path in checkpoints(loop.train(parts)[0].checkpoints))
+    assert first.stat().st_size < 10_000 < last.stat().st_size
 
 
 class StuckEngine(TransformersEngine):

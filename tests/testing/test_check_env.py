@@ -1,6 +1,7 @@
 """Every way to be broken that the check knows has an environment here, and a line of its own."""
 
 import random
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -599,6 +600,25 @@ class Locked(Sound):
         self.lock = threading.Lock()
 
 
+class LockedSnapshot(Locked):
+    can_snapshot = True
+
+
+class BrokenFork(Sound):
+    def fork(self) -> Self:
+        raise RuntimeError("broken")
+
+
+class OpenDatabase(Sound):
+    def start(self, options: dict[str, Any]) -> Any:
+        self.database = sqlite3.connect(":memory:")
+        return super().start(options)
+
+    def close(self) -> None:
+        if hasattr(self, "database"):
+            self.database.close()
+
+
 class NotToFork(Sound):
     can_fork = False
 
@@ -628,7 +648,7 @@ class EndlessOracle(Sound):
 
 class MutteringOracle(Sound):
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Any:
-        return "press"
+        return 3
 
 
 class DrawingOracle(Sound):
@@ -678,12 +698,22 @@ def test_a_copy_that_is_none() -> None:
 
 
 def test_what_cannot_be_copied_or_pickled() -> None:
-    assert problems(Locked) == [
-        "fork() raised TypeError: cannot pickle '_thread.lock' object; override fork() where a deep copy is not enough, "
-        "or set can_fork = False",
-        "pickle raised TypeError: cannot pickle '_thread.lock' object; an environment crosses processes: define its class "
-        "at the top of a module and keep no open handles in it",
-    ]
+    for kind in (Locked, OpenDatabase):
+        found = check_env(kind)
+        assert sum(line.startswith("no copies by ") for line in found.lines) == 2
+        assert not [
+            line for line in found.lines if "play like the original" in line or line.endswith("may read branches")
+        ]
+        assert any(line.startswith("credit schemes may not read ") and "branches" in line for line in found.lines)
+    assert (
+        "no copies by fork() (TypeError: cannot pickle '_thread.lock' object): schemes that read branches (tree) cannot be "
+        "used; override fork(), or set can_fork = False"
+    ) in check_env(Locked).lines
+    assert only_problem(LockedSnapshot) == (
+        "pickle raised TypeError: cannot pickle '_thread.lock' object; can_snapshot is True: define its class at the top of "
+        "a module and keep no open handles in it"
+    )
+    assert only_problem(BrokenFork).startswith("fork() raised RuntimeError: broken; override fork()")
 
 
 def test_what_says_that_it_cannot_be_forked_is_not() -> None:
@@ -701,9 +731,34 @@ def test_an_oracle_that_does_not_solve_the_task() -> None:
     assert only_problem(EndlessOracle) == "oracle(): seed 0 is not solved within 100 turns; play right at every turn"
 
 
-def test_an_oracle_that_returns_text() -> None:
+def test_an_oracle_may_return_text() -> None:
+    class Speaks(Sound):
+        def answer(self, text: str) -> Any:
+            self.reward(1.0)
+            self.finish(success=text == "press")
+
+        def oracle(self, **_: Any) -> Any:
+            return "press"
+
+    assert "the oracle ends each task that was tried" in check_env(Speaks).lines
+
+
+def test_an_oracle_that_returns_no_message() -> None:
     assert only_problem(MutteringOracle) == (
-        "oracle() returned str 'press'; return an assistant message (agentrl.env.tool_call makes one)"
+        "oracle() returned int 3; return text, or an assistant message (agentrl.env.tool_call makes one)"
+    )
+
+
+def test_a_tool_without_type_hints_is_found() -> None:
+    class Untyped(Sound):
+        @tool
+        def hold(self, button, seconds: int = 1) -> str:  # type: ignore[no-untyped-def]
+            """Hold a button."""
+            return f"held for {seconds} s" if button == self.button else "nothing"
+
+    assert only_problem(Untyped) == (
+        "tools: parameter 'button' of 'hold' has no type hint, so the model is not told what to give and any value reaches "
+        "the tool; write one, such as button: int"
     )
 
 
@@ -747,6 +802,8 @@ def test_a_call_that_hangs_ends_the_check_with_what_was_found(where: str) -> Non
 
 def test_everything_wrong_is_listed_at_once() -> None:
     class AllWrong(IntKey, SlamsTwice, HatesText):
+        can_snapshot = True
+
         def state_key(self) -> Any:
             return None
 

@@ -188,8 +188,13 @@ def _load(entry: object, field: str, columns: Sequence[str]) -> Reward:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise UserError(f"{field}: weight is {abbreviated(weight)}; give a number")
     name = settings.get("name") or (named.rpartition(":")[2] if isinstance(named, str) else _name_of(function))
-    if not isinstance(name, str) or name in _RESERVED:
-        raise UserError(f"{field}: the name {abbreviated(name)} is taken; give another: name: ...")
+    if not isinstance(name, str):
+        raise UserError(f"{field}: name is {abbreviated(name)}; give text")
+    if name in _RESERVED:
+        raise UserError(
+            f"{field}: every episode has a metric {name!r}, so a reward needs another name: rename the function, or give "
+            f"{{reward: ..., name: my_{name}}}"
+        )
     is_batched = "completions" in parameters
     offered = {*columns, *(_BATCHED if is_batched else _SINGLE)}
     options = {key: value for key, value in settings.items() if key not in _FIELDS}
