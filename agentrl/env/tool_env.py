@@ -178,7 +178,7 @@ def _spec(name: str, function: Callable[..., Any], *, num_bound: int = 1) -> Too
         schema={"type": "function", "function": {"name": name, "description": description, "parameters": schema}},
         arguments=adapter,
         is_coroutine=inspect.iscoroutinefunction(function),
-        untyped=tuple(p.name for p in parameters if p.name not in hints),
+        untyped=tuple(p.name for p in parameters if p.name not in inspect.get_annotations(function)),
     )
 
 
