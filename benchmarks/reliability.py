@@ -25,6 +25,7 @@ from benchmarks.hostile.folders import try_folders
 from benchmarks.hostile.kills import try_real_kills, try_simulated_kills
 from benchmarks.hostile.outputs import try_outputs
 from benchmarks.hostile.recipes import try_recipes
+from benchmarks.hostile.troubles import try_troubles
 
 MODULES = (
     "agentrl.cli", "agentrl.run.loop", "agentrl.run.doctor", "agentrl.report.advise", "agentrl.report.terminal",
@@ -79,6 +80,7 @@ CATEGORIES: dict[str, Callable[[Path, int], MinibatchStats]] = {
     "calls": try_calls,
     "simulated kills": try_simulated_kills,
     "real kills": try_real_kills,
+    "troubles": try_troubles,
     "properties": try_properties,
 }
 
