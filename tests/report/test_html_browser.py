@@ -48,7 +48,7 @@ def open_page(chromium: Any) -> Iterator[Open]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two seeds with rollouts of each kind."""
     top = tmp_path_factory.mktemp("report")
-    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "to": "b"}}}
     asks = turn([{"role": "user", "content": "1 + 1?"}], ["let me", " see"], [1.0, -1.0], keep=[True, False])
     asks = asks.model_copy(update={"message": {"role": "assistant", "content": "", "tool_calls": [call]}})
     ends = turn([{"role": "tool", "name": "add", "content": "Error: no needle"}], ["two"], [0.5])
@@ -239,6 +239,9 @@ def test_tokens_are_coloured_by_sign_and_size_and_told_when_pointed_at(report: P
     page.fill("[aria-label='Reward from']", "0.5")
     page.fill("[aria-label='Reward to']", "0.5")
     page.wait_for_selector(".pane h2:text('train/000001/2')")
+    assert page.locator(".calls li").all_inner_texts() == ['add(a=1, to="b")']
+    assert not page.locator(".token").first.is_visible()
+    page.click(".raw summary")  # the tokens, one click away
     tokens = page.locator(".token")
     assert tokens.all_inner_texts() == ["let me", " see", "two"]
     shares = page.evaluate(
