@@ -200,6 +200,13 @@ class RunFolder:
         """
         return [row for row, _ in self._rows()]
 
+    def last_written(self) -> float | None:
+        """Return when the last row was written, in seconds since 1970; None if there is none yet."""
+        try:
+            return self._metrics.stat().st_mtime
+        except OSError:
+            return None
+
     def last_step(self) -> int:
         """Return the step of the last row, for which the end of the file alone is read; 0 if there is none yet.
 

@@ -170,7 +170,7 @@ def records(
 
 
 def calls_of(message: Message) -> list[str]:
-    """List a message's tool calls as Python writes them, `calc(a=3, op="*", b=8)`; those of another form as JSON."""
+    """List a message's tool calls as Python writes them, `calc(a=3, op="*", b=8)`; others as they stand."""
     calls = message.get("tool_calls") or []
     return [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
 
@@ -179,6 +179,8 @@ def _call(call: Any) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
+    if name == "" and isinstance(arguments, str):  # a malformed call, as the model wrote it
+        return arguments
     if isinstance(name, str) and isinstance(arguments, dict):
         return f"{name}({', '.join(f'{key}={_as_json(value)}' for key, value in arguments.items())})"
     return _as_json(call)

@@ -182,5 +182,6 @@ def test_calls_read_as_calls_and_what_is_none_as_it_stands() -> None:
         "end()",
     ]
     assert calls({"name": "calc", "arguments": "a=3"}) == ['{"function": {"name": "calc", "arguments": "a=3"}}']
+    assert calls({"name": "", "arguments": '{"name": "calc", '}) == ['{"name": "calc", ']  # malformed
     assert calls_of({"role": "assistant", "tool_calls": 1}) == ["1"]
     assert calls_of({"role": "assistant", "content": "a"}) == []

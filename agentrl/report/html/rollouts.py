@@ -122,7 +122,7 @@ def _turn(turn: TurnRecord, credited: dict[str, Any]) -> dict[str, Any]:
         "read": [_said(message) for message in turn.observation],
         "rewrites": not turn.extends,
         "observationTokens": len(turn.observation_ids),
-        "said": _said(turn.message) if turn.message.get("tool_calls") else None,
+        "said": _said(turn.message) if _tools(turn.message) else None,
         "pieces": turn.action_pieces,
         "columns": columns,
         "others": credited,
