@@ -407,7 +407,7 @@ def test_constants_are_listed_and_not_drawn_and_long_curves_are_smoothed(tmp_pat
     assert page.evaluate(drawn) == ["reward/mean", "clip/tokens"]
     page.click("#tab-metrics")
     page.fill("#panel-metrics .search", "staleness")
-    assert page.inner_text(".constants") == "Staleness, mean staleness/mean\n0"
+    assert page.inner_text(".constants") == "Staleness: mean staleness/mean\n0"
     assert page.locator("#panel-metrics figure:visible").count() == 0
     assert page.evaluate("smoothed([0, null, 1, 1], 0.5)") == [0, None, 1 / 1.5, 1.5 / 1.75]
     page.click("#tab-recipe")

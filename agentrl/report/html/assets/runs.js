@@ -30,12 +30,11 @@ const NAMES = {
   "kl/step": "KL of a step",
   "process/memory_bytes": "Memory",
   "ratio/effective_samples": "Effective samples",
-  "ratio/mean": "Importance ratio, mean",
-  "ratio/spread": "Importance ratio, spread",
-  "ratio/token_spread": "Importance ratio of tokens, spread",
+  "ratio/mean": "Importance ratio: mean",
+  "ratio/spread": "Importance ratio: spread",
+  "ratio/token_spread": "Importance ratio of tokens: spread",
   "reward/mean": "Training: reward",
   "reward/spread": "Training: spread of rewards",
-  "staleness/mean": "Staleness, mean",
   "time/sampled_tokens_per_s": "Sampled tokens per second",
   "time/step_s": "Time of a step",
   "time/tokens_per_s": "Tokens per second",
@@ -267,12 +266,12 @@ function evaluations(data) {
         return `${mean} [${shown(low, names[place])}, ${shown(high, names[place])}]`;
       }),
     ]);
-    const of = `Evaluations${data.recipes.length > 1 ? `: ${recipe.name}` : ""}`;
+    const of = data.recipes.length > 1 ? recipe.name : "Means over the evaluation tasks";
     const means = `means of ${recipe.runs.length} runs, or of those that got there, with 95 % intervals`;
     const caption = recipe.runs.length > 1 ? `${of} (${means})` : of;
     return table(
       caption,
-      [{ name: "step" }, ...names.map((name) => ({ name: name.replace("eval/", ""), numeric: true }))],
+      [{ name: "step" }, ...names.map((name) => ({ name: nameOf(name.replace("eval/", "")), numeric: true }))],
       rows,
     );
   });
