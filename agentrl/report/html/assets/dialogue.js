@@ -85,6 +85,8 @@ function scaleLegend(scale, rollouts) {
   const [left, right] = scale.ends.map((word, index) =>
     [scale.bound && shown(scale.bound[index]), word].filter(Boolean).join(" "),
   );
+  if (scale.bound && scale.bound[0] === scale.bound[1])
+    return el("p", { class: "scale" }, `${shown(scale.bound[1])} for every token`, struck);
   if (scale.kind === "flag") return el("p", { class: "scale" }, bar, " clipped", struck);
   return el("p", { class: "scale" }, el("span", {}, left), bar, el("span", {}, right), struck);
 }
