@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -438,6 +440,8 @@ def test_a_page_that_is_served_shows_what_a_run_adds(tmp_path: Path, open_page: 
         page.click("#tab-overview")
         until(page, "document.querySelector('figure').ariaLabel === 'Training: reward, from 0 to 0.125'")
         assert page.inner_text(".top .live") == "live"
+        os.utime(run.path / "metrics.jsonl", (time.time() - 3 * 3600,) * 2)
+        until(page, "document.querySelector('.top .state')?.textContent === 'last step 3 hours ago'")
         page.click("#tab-metrics")
         page.type("#panel-metrics .search", "rew")
         run.add_metrics({"step": 5.0, "reward/mean": 0.25})
