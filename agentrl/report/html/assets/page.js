@@ -218,20 +218,22 @@ function lineChart({ title, note = "", metric = title, unit = "", curves, height
     for (const curve of curves) {
       const stroke = color(`curve-${curve.color % NUM_COLORS}`);
       const runs = curve.runs ?? [];
+      const isSmoothed = smoothing.weight > 0 && curve.steps.length >= SMOOTHED_POINTS;
+      const even = (values) => laid(curve, isSmoothed ? smoothed(values, smoothing.weight) : values);
       if (curve.low && (runs.length === 0 || runs.length > 2)) {
         const bound = { stroke: "transparent", points: { show: false }, auto: runs.length === 0 }; // few seeds: wide bands
-        add(laid(curve, curve.low), bound);
-        add(laid(curve, curve.high), bound);
+        add(even(curve.low), bound);
+        add(even(curve.high), bound);
         bands.push({ series: [series.length, series.length - 1], fill: faded(stroke, 16) });
       }
       if (runs.length > 1)
         for (const run of runs)
-          add(laid(curve, run.values), { stroke: faded(stroke, 38), width: 1, points: { show: false } });
+          add(even(run.values), { stroke: faded(stroke, 38), width: 1, points: { show: false } });
       const line = { stroke, width: 2, points: { show: isAlone || curve.steps.length < 12, size: 5, fill: stroke } };
-      const isSmoothed = smoothing.weight > 0 && curve.steps.length >= SMOOTHED_POINTS;
-      add(laid(curve, curve.mean), isSmoothed ? { ...line, stroke: faded(stroke, 30), width: 1 } : line);
+      const measured = runs.length > 1 ? { ...line, stroke: "transparent", auto: false } : { ...line, stroke: faded(stroke, 30) };
+      add(laid(curve, curve.mean), isSmoothed ? { ...measured, width: 1 } : line);
       means.push([series.length, curve]); // pointed at, a step has its own value
-      if (isSmoothed) add(laid(curve, smoothed(curve.mean, smoothing.weight)), line);
+      if (isSmoothed) add(even(curve.mean), line);
     }
     const setCursor = (plot) => {
       const at = plot.cursor.idx;
