@@ -19,13 +19,12 @@ def rollout(page: Any) -> None:
     page.click("#tab-rollouts")
     page.fill("[placeholder='Reward from']", "0.3")
     page.fill("[placeholder='Reward to']", "0.5")
-    page.keyboard.press("Enter")
+    page.locator("select", has_text="Any step").select_option(label="Step 20")
 
 
 def dialogue(page: Any) -> None:
     """Open one of three turns whose answer was wrong."""
     rollout(page)
-    page.locator("select", has_text="Any step").select_option(label="Step 20")
     page.wait_for_timeout(500)
     page.locator(".row", has_text="3 turns").first.click()
 

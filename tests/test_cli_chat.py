@@ -14,6 +14,7 @@ from rich.console import Console
 from agentrl.chat import AutoConfig, ChatMLConfig, train_tokenizer
 from agentrl.chat.proof.inspection import inspect
 from agentrl.cli import main
+from agentrl.data.files import shown
 from agentrl.report.chat import sections
 from tests.support.each import each
 from tests.support.hugging_face import hugging_face_folder
@@ -118,7 +119,7 @@ def test_what_cannot_be_used_is_refused_in_one_message_beside_what_was_found(cha
     lost = changed(("message.content + '<|im_end|>\n' }}", "message.content[:9] + '<|im_end|>\n' }}"))
     outcome = chat(str(folder(tmp_path / "other", lost)), "--json")
     assert outcome.status == 2
-    assert json.loads(outcome.out)["error"] in outcome.err
+    assert shown(json.loads(outcome.out)["error"]) in outcome.err
 
 
 def test_a_template_without_tools_says_what_it_lacks(chat: Chat, tmp_path: Path) -> None:

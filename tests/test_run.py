@@ -421,7 +421,7 @@ def test_a_run_that_learns_nothing_says_so_once_and_ends_where_the_recipe_wants_
         return train(mute, folder, on_warning=told.append)[0]
 
     with pytest.raises(
-        TrainingError, match=r"^step 8, train\.stop_on: alike: nothing was learned in 8 steps"
+        TrainingError, match=r"^step 8, train\.stop_on: zero_spread: nothing was learned in 8 steps"
     ) as caught:
         go(None)
     assert not [words for words in told if "nothing was learned" in words]  # the error says it
@@ -434,7 +434,7 @@ def test_a_run_that_learns_nothing_says_so_once_and_ends_where_the_recipe_wants_
     assert [row["step"] for row in rows] == list(range(11))
     assert [words for words in told if "nothing was learned" in words] == told[:1]  # step 8 was done again
     found = [(warning.step, warning.name) for warning in folder.warnings()]
-    assert found == [(0, "shared_tasks"), (8, "alike")]  # the key is in one of three boxes
+    assert found == [(0, "shared_tasks"), (8, "zero_spread")]  # the key is in one of three boxes
 
 
 class Fallen(Mute):

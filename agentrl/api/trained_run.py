@@ -119,7 +119,8 @@ class TrainedRun:
         """Write curves and rollouts as one page of HTML, which opens offline; return its path, `RUN/report.html` by default."""
         from agentrl.report.html import write_report
 
-        return write_report([self.path], self.path / "report.html" if file is None else Path(file))
+        out = self.path / "report.html" if file is None else Path(file)
+        return write_report([self.path], out, defaults=Recipe().model_dump(mode="json"))
 
     def plot(self, *names: str) -> Any:
         """Draw metrics over the steps; return the matplotlib figure, which a notebook shows.

@@ -37,20 +37,22 @@ def _add_runs(command: argparse.ArgumentParser) -> None:
 
 
 def _report(options: argparse.Namespace, _: list[str]) -> None:
+    from agentrl.recipe.config import Recipe
     from agentrl.report.html import write_report
 
     folders: list[Path] = options.targets
     out = options.out or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
     if out.is_dir():
         raise ConfigError(f"--out: {out} is a folder; name a file")
-    path = write_report(folders, out)
+    path = write_report(folders, out, defaults=Recipe().model_dump(mode="json"))
     Console(soft_wrap=True).print(f"report: {path} ({path.stat().st_size / 2**20:.1f} MiB)")
 
 
 def _view(options: argparse.Namespace, _: list[str]) -> None:
+    from agentrl.recipe.config import Recipe
     from agentrl.report.html.live import HOST, LiveRuns, listen, serve
 
-    live = LiveRuns(options.targets)
+    live = LiveRuns(options.targets, defaults=Recipe().model_dump(mode="json"))
     with listen(options.port) as where:
         Console(soft_wrap=True).print(f"http://{HOST}:{where.getsockname()[1]}/  (end with Ctrl-C)")
         serve(live, where)

@@ -324,12 +324,13 @@ def moved_to() -> str | None:
     return now
 
 
-def check_links(folder: Path, *, what: str) -> None:
+def check_links(folder: Path, *, what: str, left_out: str = "") -> None:
     """Raise ConfigError if an entry of a folder is a symbolic link out of it, so that no entry leads to files elsewhere.
 
     Args:
         folder: the folder, which may itself stand behind a link.
         what: name of the folder, for the message.
+        left_out: an entry of the folder whose content is not looked at.
     """
     inside = os.path.realpath(folder)
     for place, folders, files in os.walk(folder):
@@ -337,6 +338,7 @@ def check_links(folder: Path, *, what: str) -> None:
             path = Path(place, name)
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
                 raise ConfigError(f"{path}: a symbolic link out of {what}; put what it leads to in its place")
+        folders[:] = [name for name in folders if Path(place, name) != folder / left_out]
 
 
 def write_whole(path: Path, data: str | bytes | Iterable[bytes]) -> None:

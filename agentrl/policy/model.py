@@ -47,7 +47,7 @@ def hide_bars() -> None:
     """Turn off transformers' progress bars unless they are seen on a terminal: in a log each is hundreds of lines."""
     from transformers.utils import logging
 
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not getattr(sys.stderr, "isatty", bool)():
         logging.disable_progress_bar()
 
 

@@ -161,7 +161,9 @@ class RunFolder:
             ConfigError: when the folder is not one of a run, or an entry of it is a symbolic link out of it.
         """
         check_name(path)
-        check_links(path, what="the run's folder")
+        check_links(
+            path, what="the run's folder", left_out="wandb"
+        )  # which links to its own logs, and is not read here
         if not (path / "config.yaml").is_file():
             raise ConfigError(f"{path} is not the folder of a run: it has no config.yaml")
         return cls(path)
@@ -257,6 +259,13 @@ class RunFolder:
             ConfigError: for any other line that is no row of numbers with a step.
         """
         return [row for row, _ in self._rows()]
+
+    def last_written(self) -> float | None:
+        """Return when the last row was written, in seconds since 1970; None if there is none yet."""
+        try:
+            return self._metrics.stat().st_mtime
+        except OSError:
+            return None
 
     def last_step(self) -> int:
         """Return the step of the last row, for which the end of the file alone is read; 0 if there is none yet.

@@ -1,5 +1,6 @@
 """Rollouts as lines of JSON: one trajectory a line, everything that training saw."""
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -166,6 +167,27 @@ def records(
                 stage=trajectory.stage,
                 signals={Need(name): value for name, value in trajectory.signals.items()},
             )
+
+
+def calls_of(message: Message) -> list[str]:
+    """List a message's tool calls as Python writes them, `calc(a=3, op="*", b=8)`; others as they stand."""
+    calls = message.get("tool_calls") or []
+    return [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _call(call: Any) -> str:
+    function = call.get("function") if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if name == "" and isinstance(arguments, str):  # a malformed call, as the model wrote it
+        return arguments
+    if isinstance(name, str) and isinstance(arguments, dict):
+        return f"{name}({', '.join(f'{key}={_as_json(value)}' for key, value in arguments.items())})"
+    return _as_json(call)
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def read_records(path: Path) -> Iterator[TrajectoryRecord]:

@@ -1,7 +1,6 @@
 """The one place that writes to the terminal: text of models, tools, environments and files cannot steer it."""
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +23,7 @@ from tokenizers import Tokenizer
 from agentrl.data.files import read_json, write_whole
 from agentrl.data.plain import is_number
 from agentrl.report.folder import RunFolder
-from agentrl.report.records import TrajectoryRecord, TurnRecord
+from agentrl.report.records import TrajectoryRecord, TurnRecord, calls_of
 from agentrl.types import AmountOrZero, Count, Message
 
 _CONTROL = chain(
@@ -235,9 +234,7 @@ def said(message: Message) -> Text:
     """Return one message, its tool calls included, in the colour of its role."""
     role = str(message.get("role"))
     style = _ROLE_STYLES.get(role, "white")
-    calls = message.get("tool_calls") or []
-    calls = [json.dumps(call, ensure_ascii=False) for call in (calls if isinstance(calls, list) else [calls])]
-    words = [str(message.get("content") or ""), *calls]
+    words = [str(message.get("content") or ""), *calls_of(message)]
     return Text.assemble((f"{role}: ", f"bold {style}"), (" ".join(filter(None, words)), style))
 
 
@@ -261,5 +258,7 @@ def _action(turn: TurnRecord, number: int, scale: float, is_trained: bool) -> Te
     components = turn.extras.get("reward_components")
     named = components if isinstance(components, dict) and components.keys() != {"reward"} else {}
     parts = ", ".join(f"{name} {amount:g}" for name, amount in named.items() if is_number(amount))
+    if calls := calls_of(turn.message):
+        line.append(f"\n  called {'; '.join(calls)}")
     line.append(f"   [turn {number}: reward {turn.reward:g}{f' ({parts})' if parts else ''}{credited}]", "dim")
     return line

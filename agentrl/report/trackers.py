@@ -22,6 +22,7 @@ from agentrl.errors import ConfigError
 from agentrl.recipe.registry import suggest
 from agentrl.report.folder import ReportConfig, RunFolder
 from agentrl.report.public import flat, public
+from agentrl.report.records import calls_of
 from agentrl.types import Message, Trajectory, TrajectoryGroup
 
 COLUMNS = ("step", "task", "reward", "ended by", "dialogue")
@@ -300,8 +301,7 @@ def dialogue(trajectory: Trajectory) -> str:
 
 
 def _said(message: Message) -> str:
-    calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
-    words = filter(None, [str(message.get("content") or ""), *calls])
+    words = filter(None, [str(message.get("content") or ""), *calls_of(message)])
     return f"{message.get('role')}: {printable(' '.join(words))}"
 
 

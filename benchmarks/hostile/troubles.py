@@ -1,4 +1,4 @@
-"""Troubles of a machine, each once: signals, two processes on one run, a moved folder, clocks, shared memory, damaged models."""
+"""Troubles of a machine, each once: signals, two processes on one run, a moved folder, clocks, shared memory, models."""
 
 import gzip
 import json

@@ -197,14 +197,14 @@ def test_an_answer_must_be_there() -> None:
     assert "tasks[1]: column 'answer' is empty" in refusal(
         [{"prompt": "a", "answer": 0}, {"prompt": "b", "answer": None}], answer="answer"
     )
-    assert "tasks[0]: it has no column 'anwser'" in refusal([{"prompt": "a", "answer": 0}], answer="anwser")
+    assert "tasks[0]: there is no column 'anwser'" in refusal([{"prompt": "a", "answer": 0}], answer="anwser")
 
 
 @each(
     ("held_out", "words"),
     [
         ([], "eval_tasks: it has no rows"),
-        ([{"prompt": "a"}], "eval_tasks[0]: it has no column 'answer'"),
+        ([{"prompt": "a"}], "eval_tasks[0]: there is no column 'answer'"),
         ("nowhere.jsonl", "eval_tasks: there is no file nowhere.jsonl"),
     ],
 )

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ def open_page(chromium: Any) -> Iterator[Open]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two seeds with rollouts of each kind."""
     top = tmp_path_factory.mktemp("report")
-    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "to": "b"}}}
     asks = turn([{"role": "user", "content": "1 + 1?"}], ["let me", " see"], [1.0, -1.0], keep=[True, False])
     asks = asks.model_copy(update={"message": {"role": "assistant", "content": "", "tool_calls": [call]}})
     ends = turn([{"role": "tool", "name": "add", "content": "Error: no needle"}], ["two"], [0.5])
@@ -215,15 +217,15 @@ def test_markup_that_slips_into_a_page_runs_nothing_all_the_same(tmp_path: Path,
 def test_curves_and_rollouts_are_seen(report: Path, open_page: Open) -> None:
     watched = open_page(report)
     page = watched.page
-    chart = page.locator("figure[aria-label^='reward/mean']").first
+    chart = page.locator("figure[aria-label^='Training: reward']").first
     assert (
-        chart.get_attribute("aria-label") == "reward/mean, from 0.1 to 0.95"
+        chart.get_attribute("aria-label") == "Training: reward, from 0.1 to 0.95"
     )  # of seeds that went 0 to 1 and .2 to .9
     chart.locator("canvas").wait_for()
     assert page.inner_text("h1") == "desk: 2 runs"
     page.click("#tab-metrics")
     page.fill("#panel-metrics .search", "time")
-    assert page.locator("#panel-metrics figure:visible .name").all_inner_texts() == ["time/step_s"]
+    assert page.locator("#panel-metrics figure:visible .name").all_inner_texts() == ["Time of a step"]
     page.click("#tab-rollouts")
     page.wait_for_selector(".tokens")
     assert page.inner_text(".pane h2") == "train/000001/4"  # it failed
@@ -239,6 +241,9 @@ def test_tokens_are_coloured_by_sign_and_size_and_told_when_pointed_at(report: P
     page.fill("[aria-label='Reward from']", "0.5")
     page.fill("[aria-label='Reward to']", "0.5")
     page.wait_for_selector(".pane h2:text('train/000001/2')")
+    assert page.locator(".calls li").all_inner_texts() == ['add(a=1, to="b")']
+    assert not page.locator(".token").first.is_visible()
+    page.click(".raw summary")  # the tokens, one click away
     tokens = page.locator(".token")
     assert tokens.all_inner_texts() == ["let me", " see", "two"]
     shares = page.evaluate(
@@ -381,8 +386,40 @@ def test_a_narrow_window_scrolls_in_one_direction(report: Path, open_page: Open)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, tab
 
 
+def test_labels_of_filters_are_whole(report: Path, open_page: Open) -> None:
+    page = open_page(report).page
+    page.click("#tab-rollouts")
+    cut = """[...document.querySelectorAll(".fields select:not([hidden])")].flatMap((select) => {
+      const canvas = document.createElement("canvas").getContext("2d");
+      const { font, fontSize, fontFamily } = getComputedStyle(select);
+      canvas.font = font || `${fontSize} ${fontFamily}`;
+      const room = select.clientWidth - 12 - 20; // but for padding and the arrow
+      return [...select.options].map((each) => each.text).filter((text) => canvas.measureText(text).width > room);
+    })"""
+    assert page.evaluate(cut) == []
+
+
+def test_constants_are_listed_and_not_drawn_and_long_curves_are_smoothed(tmp_path: Path, open_page: Open) -> None:
+    run = make_run(tmp_path / "run", rewards=[0.0, 1.0] * 20, credit={"scheme": "uniform", "gamma": 0.5})
+    for step in range(41, 44):
+        run.add_metrics({"step": float(step), "staleness/mean": 0.0, "clip/tokens": step / 1000})
+    defaults = {"credit": {"scheme": "uniform"}, "seed": 0, "train": {"steps": 3}}
+    page = open_page(write_report([run.path], tmp_path / "page.html", defaults=defaults)).page
+    drawn = "[...document.querySelectorAll('#panel-overview figure .metric')].map((each) => each.textContent)"
+    assert page.evaluate(drawn) == ["reward/mean", "clip/tokens"]
+    page.click("#tab-metrics")
+    page.fill("#panel-metrics .search", "staleness")
+    assert page.inner_text(".constants") == "Staleness: mean staleness/mean\n0"
+    assert page.locator("#panel-metrics figure:visible").count() == 0
+    assert page.evaluate("smoothed([0, null, 1, 1], 0.5)") == [0, None, 1 / 1.5, 1.5 / 1.75]
+    page.click("#tab-recipe")
+    assert page.locator(".recipe pre:visible").all_inner_texts() == [
+        "env:\n  id: desk\ncredit:\n  gamma: 0.5\nrollout:\n  num_groups: 1\n  group_size: 2\n"
+    ]
+
+
 def test_a_page_that_is_served_shows_what_a_run_adds(tmp_path: Path, open_page: Open) -> None:
-    run = make_run(tmp_path / "run")
+    run = make_run(tmp_path / "run", train={"steps": 5})
     server = Server(run)
     try:
         watched = open_page(f"http://127.0.0.1:{server.port}/")
@@ -401,14 +438,18 @@ def test_a_page_that_is_served_shows_what_a_run_adds(tmp_path: Path, open_page: 
         page.keyboard.press("k")
         assert page.evaluate(selected) == 1
         page.click("#tab-overview")
-        until(page, "document.querySelector('figure').ariaLabel === 'reward/mean, from 0 to 0.125'")
+        until(page, "document.querySelector('figure').ariaLabel === 'Training: reward, from 0 to 0.125'")
+        assert page.inner_text(".top .live") == "live"
+        os.utime(run.path / "metrics.jsonl", (time.time() - 3 * 3600,) * 2)
+        until(page, "document.querySelector('.top .state')?.textContent === 'last step 3 hours ago'")
         page.click("#tab-metrics")
         page.type("#panel-metrics .search", "rew")
         run.add_metrics({"step": 5.0, "reward/mean": 0.25})
-        until(page, "document.querySelector('#panel-metrics figure').ariaLabel === 'reward/mean, from 0 to 0.25'")
+        until(page, "document.querySelector('#panel-metrics figure').ariaLabel === 'Training: reward, from 0 to 0.25'")
+        assert page.inner_text(".top .state") == "finished"
         page.keyboard.type("ard")  # what was typed, and where, stays too
         assert page.input_value("#panel-metrics .search") == "reward"
-        assert page.locator("#panel-metrics figure:visible .name").all_inner_texts() == ["reward/mean"]
+        assert page.locator("#panel-metrics figure:visible .name").all_inner_texts() == ["Training: reward"]
         assert watched.errors == []
         assert all(url.startswith(f"http://127.0.0.1:{server.port}/") for url in watched.requests)
         server.process.kill()

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.report.html.report import MAX_POINTS, curves, families, interval
-from agentrl.report.html.runs import by_recipe, open_runs
+from agentrl.report.html.report import MAX_POINTS, constants, curves, families, interval
+from agentrl.report.html.runs import by_recipe, changed, open_runs
 from tests.support.each import each
 from tests.support.report_runs import make_run
 
@@ -120,3 +120,31 @@ def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
             open_runs([tmp_path / path])
     with pytest.raises(ConfigError, match="named twice"):
         open_runs([tmp_path / "run", tmp_path / "run" / ".." / "run"])
+
+
+def test_a_metric_of_one_value_is_a_constant(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    assert folder.last_written() is not None
+    for step, value in enumerate((0.5, 0.5, 0.5), 4):
+        folder.add_metrics({"step": float(step), "mine": value, "other": float(step)})
+    folder.add_metrics({"step": 7.0, "once": 2.0})
+    make_run(tmp_path / "b", seed=1, rewards=[0.0]).add_metrics({"step": 2.0, "mine": 0.5})
+    found = curves(by_recipe(open_runs([tmp_path / "a", tmp_path / "b"])))
+    assert constants(found) == {"mine": 0.5, "once": 2.0}
+    short = curves(by_recipe(open_runs([make_run(tmp_path / "c", rewards=[0.0]).path])))
+    assert constants(short) == {}  # of one step nothing is known
+
+
+def test_a_recipe_is_its_difference_from_the_defaults() -> None:
+    defaults = {"seed": 0, "run_dir": None, "env": {"id": "a", "options": {}}, "credit": {"scheme": "uniform"}}
+    config = {"seed": 0, "run_dir": "runs/a", "env": {"id": "b", "options": {}}, "credit": {"scheme": "uniform"}}
+    assert changed(config, defaults) == {"env": {"id": "b"}}
+    assert changed({**config, "mine": {}}, {**defaults, "env": {}}) == {"env": {"id": "b", "options": {}}, "mine": {}}
+
+
+def test_a_run_is_finished_once_it_has_taken_its_steps(tmp_path: Path) -> None:
+    make_run(tmp_path / "whole", train={"steps": 3})
+    make_run(tmp_path / "begun", train={"steps": 4})
+    make_run(tmp_path / "empty", rewards=[], train={"steps": 0})
+    found = open_runs([tmp_path / name for name in ("whole", "begun", "empty")])
+    assert [run.is_finished for run in found] == [True, False, False]

@@ -43,6 +43,9 @@ def test_a_rollout_is_told_as_it_was_recorded() -> None:
     assert (entry["success"], entry["failed"], entry["task"]) == (False, False, "1 + 1?")
     told = said_in(block)[0]["turns"]
     assert told[0]["pieces"] == ["<call>", "add"]
+    assert told[0]["said"] == {"role": "assistant", "text": "", "calls": "add(a=1)"}
+    assert told[1]["said"] is None
+    assert entry["last"] == "abc"
     assert told[0]["columns"] == {"advantage": 0.25, "logprob": 0.0, "version": 0, "keep": [1, 0]}
     assert told[1]["columns"]["advantage"] == [0.0, 0.3333, 0.0]
     assert told[1]["read"] == [{"role": "tool", "name": "add", "text": "Error: no b"}]

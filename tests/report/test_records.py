@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from agentrl.credit import Credit
 from agentrl.errors import UserError
 from agentrl.report.folder import RunFolder
-from agentrl.report.records import TrajectoryRecord, groups_of, read_records, records
+from agentrl.report.records import TrajectoryRecord, calls_of, groups_of, read_records, records
 from agentrl.testing.groups import make_group
 from agentrl.types import Fault, Need, StopReason, Trajectory, TrajectoryGroup
 from tests.support.each import each
@@ -170,3 +170,18 @@ def test_what_an_update_computed_of_each_token_stands_beside_it() -> None:
     data["turns"][0]["trained"]["ratio"] = [1.5]
     with pytest.raises(ValidationError, match="ratio has 1 entries for 2 action tokens"):
         TrajectoryRecord.model_validate(data)
+
+
+def test_calls_read_as_calls_and_what_is_none_as_it_stands() -> None:
+    def calls(*functions: Any) -> list[str]:
+        return calls_of({"role": "assistant", "tool_calls": [{"function": each} for each in functions]})
+
+    assert calls({"name": "calc", "arguments": {"a": 3, "op": "*", "b": 8}}) == ['calc(a=3, op="*", b=8)']
+    assert calls({"name": "find", "arguments": {"words": ["é\n"]}}, {"name": "end", "arguments": {}}) == [
+        'find(words=["é\\n"])',
+        "end()",
+    ]
+    assert calls({"name": "calc", "arguments": "a=3"}) == ['{"function": {"name": "calc", "arguments": "a=3"}}']
+    assert calls({"name": "", "arguments": '{"name": "calc", '}) == ['{"name": "calc", ']  # malformed
+    assert calls_of({"role": "assistant", "tool_calls": 1}) == ["1"]
+    assert calls_of({"role": "assistant", "content": "a"}) == []

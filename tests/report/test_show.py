@@ -45,6 +45,14 @@ def test_a_rollout_is_told_in_its_messages_rewards_and_advantages() -> None:
     assert "env_s" not in lines[5]
 
 
+def test_an_action_that_calls_is_shown_as_a_call_below_its_tokens() -> None:
+    call = {"function": {"name": "calc", "arguments": {"a": 3, "op": "*", "b": 8}}}
+    acts = turn([], ["<call>", "3*8"], [1.0, 1.0]).model_copy(update={"message": {"role": "a", "tool_calls": [call]}})
+    lines = [line.strip("│ ").rstrip() for line in printed(render(record(acts))).splitlines()]
+    assert lines[1] == "assistant: <call>3*8"
+    assert lines[2].startswith('called calc(a=3, op="*", b=8)   [turn 1: reward 0.25')
+
+
 def test_tokens_are_green_where_the_advantage_is_positive_and_red_where_it_is_negative() -> None:
     shown = render(dialogue())
     assert background(shown, "Let") == (0, 190, 0)  # 40 + 150 of the largest advantage

@@ -252,7 +252,7 @@ def test_an_exception_without_words_in_a_tool_is_an_answer() -> None:
 def test_a_reward_that_is_no_number_fails_its_episode_alone(chatml: ChatMLRenderer) -> None:
     trajectory = played(Raises(), chatml)
     assert trajectory.stop_reason is StopReason.ENV_ERROR
-    assert "reward() takes a finite number, got str 'much'" in str(trajectory.error)
+    assert "reward() takes a finite number, or None, got str 'much'" in str(trajectory.error)
 
 
 class Sheep(Says):

@@ -27,7 +27,7 @@ def make_run(
     """Write a run of a step for each reward, with a group of rollouts of the last step."""
     folder = RunFolder.create(path, {"seed": seed, **CONFIG, **sections})
     for step, reward in enumerate(rewards, 1):
-        folder.add_metrics({"step": float(step), "reward/mean": reward, "time/step_s": 2.0})
+        folder.add_metrics({"step": float(step), "reward/mean": reward, "time/step_s": 2.0 + step / 8})
     if rollouts is None:
         rollouts = [member(0, reward=1.0), member(1, reward=0.0)]
     folder.add_rollouts(len(rewards), rollouts)

@@ -2,7 +2,7 @@
 
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -30,13 +30,13 @@ _HEADERS = {
 class LiveRuns:
     """Content of the folders of runs; reads again what has changed."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        """Read recipes and metrics.
+    def __init__(self, folders: Sequence[Path], *, defaults: Mapping[str, Any] | None = None) -> None:
+        """Read recipes and metrics; `defaults` as for `write_report`.
 
         Raises:
             ConfigError: as `open_runs`.
         """
-        self._folders = folders
+        self._folders, self._defaults = folders, defaults
         self._lock = Lock()
         self._store = RolloutStore()
         self._seen: object = None
@@ -72,7 +72,8 @@ class LiveRuns:
         if seen != self._seen:
             self._num_read += 1
         self._seen = seen if is_whole else None
-        self._data, self._texts = report_data(runs, self._store, is_live=True) | {"stamp": self._num_read}, {}
+        self._texts = {}
+        self._data = report_data(runs, self._store, defaults=self._defaults, is_live=True) | {"stamp": self._num_read}
         return self._data
 
     def block(self, number: int) -> bytes | None:

@@ -2,7 +2,7 @@
 
 import datetime as dt
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -36,6 +36,7 @@ _FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Families of metrics in the order in which they are shown, by how names begin; the first that fits counts."""
 _OTHERS = "Others"
+_CONSTANT_STEPS = 3
 
 
 def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -87,6 +88,20 @@ def families(names: Iterable[str]) -> list[dict[str, Any]]:
     return [{"name": family, "metrics": members} for family, members in found.items() if members]
 
 
+def constants(drawn: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """Return the value of each metric that has one alone in every run, once three steps are there."""
+    found: dict[str, float] = {}
+    if max((len(curve["steps"]) for of_recipes in drawn.values() for curve in of_recipes), default=0) < _CONSTANT_STEPS:
+        return found
+    for name, of_recipes in drawn.items():
+        values = {
+            value for curve in of_recipes for run in curve["runs"] for value in run["values"] if value is not None
+        }
+        if len(values) == 1:
+            found[name] = values.pop()
+    return found
+
+
 def _columns(rows: Sequence[dict[str, float]]) -> dict[str, dict[int, float]]:
     """Return each metric by step."""
     found: dict[str, dict[int, float]] = {}
@@ -113,11 +128,16 @@ SCRIPTS, STYLES = ("runs.js", "rollouts.js", "dialogue.js", "report.js"), ("repo
 """Assets of the report, in the order in which they run."""
 
 
-def write_report(folders: Sequence[Path], out: Path) -> Path:
+def write_report(folders: Sequence[Path], out: Path, *, defaults: Mapping[str, Any] | None = None) -> Path:
     """Write what runs have left in their folders as one page of HTML that opens anywhere; return its path.
 
     Runs that differ in their seed alone are shown as repetitions of one recipe. Damaged rollouts are left out, and the page
     says so.
+
+    Args:
+        folders: of the runs.
+        out: the file.
+        defaults: fields of a recipe that sets none; a recipe is shown as its difference from them.
 
     Raises:
         ConfigError: for a folder that is no run, one without metrics and rollouts, or damaged metrics.
@@ -130,17 +150,20 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     return write_page(
         out,
         title=title(runs),
-        data=report_data(runs, store),
+        data=report_data(runs, store, defaults=defaults),
         scripts=[asset(name) for name in SCRIPTS],
         styles=[asset(name) for name in STYLES],
         blocks=(block.data for block in store.blocks.values()),
     )
 
 
-def report_data(runs: Sequence[Run], store: RolloutStore, *, is_live: bool = False) -> dict[str, Any]:
+def report_data(
+    runs: Sequence[Run], store: RolloutStore, *, defaults: Mapping[str, Any] | None = None, is_live: bool = False
+) -> dict[str, Any]:
     """Return the data of the page, but for the blocks."""
     recipes = by_recipe(runs)
     drawn = curves(recipes)
+    constant = constants(drawn)
     notices = [*store.notices]
     warnings = []
     for run in runs:
@@ -158,12 +181,13 @@ def report_data(runs: Sequence[Run], store: RolloutStore, *, is_live: bool = Fal
         "title": title(runs),
         "live": is_live,
         "written": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "runs": [run.described() for run in runs],
+        "runs": [run.described(defaults) for run in runs],
         "recipes": [
             {"name": recipe.name, "runs": [run.number for run in recipe.runs], **_parts(recipe.runs[0])}
             for recipe in recipes
         ],
-        "families": families(drawn),
+        "families": families(name for name in drawn if name not in constant),
+        "constants": dict(sorted(constant.items())),
         "curves": drawn,
         "warnings": warnings,
         "faults": [

@@ -11,7 +11,7 @@ from agentrl.credit import CreditScheme, installed_credit, load_credit
 from agentrl.data.plain import is_number
 from agentrl.errors import CreditError
 from agentrl.report.advise import credits_of
-from agentrl.report.records import TrajectoryRecord, TurnRecord, groups_of
+from agentrl.report.records import TrajectoryRecord, TurnRecord, calls_of, groups_of
 from agentrl.report.terminal import Decode
 from agentrl.types import Message, Need
 
@@ -122,6 +122,7 @@ def _turn(turn: TurnRecord, credited: dict[str, Any]) -> dict[str, Any]:
         "read": [_said(message) for message in turn.observation],
         "rewrites": not turn.extends,
         "observationTokens": len(turn.observation_ids),
+        "said": _said(turn.message) if _tools(turn.message) else None,
         "pieces": turn.action_pieces,
         "columns": columns,
         "others": credited,
@@ -149,8 +150,8 @@ def _said(message: Message) -> dict[str, Any]:
         said["name"] = _bounded(_text(name), _MAX_PREVIEW)
     if thought := message.get("reasoning_content"):
         said["thought"] = _bounded(_text(thought), _MAX_TEXT)
-    if calls := message.get("tool_calls"):
-        said["calls"] = _bounded(_text(calls), _MAX_TEXT)
+    if calls := calls_of(message):
+        said["calls"] = _bounded("\n".join(calls), _MAX_TEXT)
     return said
 
 
@@ -176,7 +177,7 @@ def _is_tool_error(message: Message) -> bool:
 
 
 def _preview(messages: Iterable[Message]) -> str:
-    texts = [_text(message.get("content")) or _text(message.get("tool_calls")) for message in messages]
+    texts = [_text(message.get("content")) or " ".join(calls_of(message)) for message in messages]
     return _bounded(" ".join(" ".join(texts).split()), _MAX_PREVIEW)
 
 

@@ -43,15 +43,24 @@ class Run:
             found = found.get(part) if isinstance(found, Mapping) else None
         return found
 
-    def described(self) -> dict[str, Any]:
-        """Return the page's data about it."""
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has taken all of its steps."""
+        steps = self.field("train.steps")
+        return bool(self.rows) and isinstance(steps, int) and self.rows[-1]["step"] >= steps
+
+    def described(self, defaults: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the page's data about it; `defaults` are the fields of a recipe that sets none."""
         return {
             "name": self.name,
             "seed": self.seed,
             "path": str(self.folder.path),
             "step": int(self.rows[-1]["step"]) if self.rows else None,
             "steps": self.field("train.steps"),
+            "finished": self.is_finished,
+            "written": self.folder.last_written(),
             "config": dump_yaml(self.config),
+            "changed": None if defaults is None else dump_yaml(changed(self.config, defaults)),
         }
 
 
@@ -115,6 +124,21 @@ def by_recipe(runs: Sequence[Run]) -> list[RecipeRuns]:
         RecipeRuns(name=name or str(of_recipe[0].field("env.id")), runs=of_recipe)
         for name, of_recipe in zip(told, found.values(), strict=True)
     ]
+
+
+def changed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a recipe that differ from the defaults; `run_dir` names the run, and is left out."""
+    found = {}
+    for name, value in config.items():
+        default = defaults.get(name)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            value = changed(value, default)
+            is_default = not value
+        else:
+            is_default = name in defaults and value == default
+        if not is_default and name != "run_dir":
+            found[name] = value
+    return found
 
 
 def _fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

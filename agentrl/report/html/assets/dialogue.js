@@ -85,6 +85,8 @@ function scaleLegend(scale, rollouts) {
   const [left, right] = scale.ends.map((word, index) =>
     [scale.bound && shown(scale.bound[index]), word].filter(Boolean).join(" "),
   );
+  if (scale.bound && scale.bound[0] === scale.bound[1])
+    return el("p", { class: "scale" }, `${shown(scale.bound[1])} for every token`, struck);
   if (scale.kind === "flag") return el("p", { class: "scale" }, bar, " clipped", struck);
   return el("p", { class: "scale" }, el("span", {}, left), bar, el("span", {}, right), struck);
 }
@@ -98,13 +100,7 @@ function tokensOf(turn, key, scale, place) {
     const text = plain(piece).replaceAll("\n", "↵\n").replaceAll("\t", "→\t");
     const token = el("span", { class: "token", "data-token": index }, text || "∅");
     const each = value(index);
-    if (each !== null) {
-      const { side, share } = scale.share(each);
-      if (share > 0.004) {
-        token.classList.add(side);
-        token.style.setProperty("--share", String(Math.min(1, share)));
-      }
-    }
+    if (each !== null) tint(token, scale.share(each));
     if (keep(index) === 0) token.classList.add("left-out");
     box.append(token);
   });
@@ -123,8 +119,44 @@ function messageOf(said) {
     el("h4", {}, plain(role)),
     said.thought && el("pre", { class: "muted" }, plain(said.thought)),
     el("pre", {}, plain(said.text)),
-    said.calls && el("pre", {}, plain(said.calls)),
+    said.calls && callsOf(said.calls),
   );
+}
+
+/** Tool calls, each on its line. */
+function callsOf(calls, attributes = {}) {
+  return el(
+    "ul",
+    { class: "calls", ...attributes },
+    calls.split("\n").map((call) => el("li", {}, el("code", {}, plain(call)))),
+  );
+}
+
+let areTokensOpen = false;
+
+/** An action: its tokens; if it calls tools, what it said and called, with the tokens one click away. */
+function actionOf(turn, key, scale, place) {
+  const tokens = tokensOf(turn, key, scale, place);
+  if (!turn.said) return tokens;
+  const value = valuesOf(turn, key);
+  const values = turn.pieces.map((_, index) => value(index)).filter((each) => each !== null);
+  const calls = callsOf(turn.said.calls);
+  if (values.length) tint(calls, scale.share(values.reduce((sum, each) => sum + each, 0) / values.length));
+  const raw = el("details", { class: "raw" }, el("summary", {}, count(turn.pieces.length, "token")), tokens);
+  raw.open = areTokensOpen;
+  raw.addEventListener("toggle", () => (areTokensOpen = raw.open)); // so for what is looked at next
+  return [
+    turn.said.thought && el("pre", { class: "muted" }, plain(turn.said.thought)),
+    turn.said.text.trim() && el("pre", {}, plain(turn.said.text)),
+    calls,
+    raw,
+  ];
+}
+
+function tint(element, { side, share }) {
+  if (share <= 0.004) return;
+  element.classList.add(side);
+  element.style.setProperty("--share", String(Math.min(1, share)));
 }
 
 /** What the model really read before its first turn: system text, tools and control tokens, as the template wrote them. */
@@ -134,7 +166,7 @@ function contextOf(text) {
 
 /** All that was said in a rollout, to search in. */
 function saidIn(rollout) {
-  const ofTurn = (turn) => [...turn.read.map((said) => `${said.text} ${said.calls ?? ""}`), turn.pieces.join("")];
+  const ofTurn = (turn) => [...turn.read.map((said) => `${said.text} ${said.calls ?? ""}`), turn.pieces.join(""), turn.said?.calls ?? ""];
   return [rollout.error, ...rollout.turns.flatMap(ofTurn)].join("\n").toLowerCase();
 }
 
@@ -172,7 +204,7 @@ function dialogueOf(rollout, at, key, scale, { skip = 0 } = {}) {
       "article",
       { class: "message role-assistant" },
       el("h4", {}, "assistant"),
-      tokensOf(turn, key, scale, index),
+      actionOf(turn, key, scale, index),
       turnNotes(turn, index + 1, key),
     ),
   ]);
@@ -243,7 +275,8 @@ function treeOf(rollouts, entries, select) {
   });
   const mean = (members) => members.reduce((sum, index) => sum + (entries[index].reward ?? 0), 0) / members.length;
   const draw = (node) => {
-    const words = plain(node.turn.pieces.join("")).trim().replace(/\s+/g, " ");
+    const { said, pieces } = node.turn;
+    const words = plain(said ? `${said.text} ${said.calls}` : pieces.join("")).trim().replace(/\s+/g, " ");
     const of =
       node.members.length > 1 ? `${node.members.length} rollouts, mean reward ${shown(mean(node.members))}` : "";
     return el(

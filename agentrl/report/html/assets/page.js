@@ -126,6 +126,21 @@ function eachChart(act) {
 window.addEventListener("resize", () => eachChart((chart) => chart.resize()));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => eachChart((chart) => chart.redraw()));
 
+/** Weight of the steps before in what is drawn of a long curve: 0 draws each step as it is. */
+const smoothing = { weight: 0 };
+const SMOOTHED_POINTS = 30;
+
+/** Means over the steps before that weigh less the older they are; what is missing stays so. */
+function smoothed(values, weight) {
+  let [sum, total] = [0, 0];
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = weight * sum + value;
+    total = weight * total + 1;
+    return sum / total;
+  });
+}
+
 /** The room that the numbers of an axis need. */
 function widthOf(_, values) {
   return 16 + 6.4 * Math.max(3, ...(values ?? []).map((value) => String(value).length));
@@ -140,7 +155,8 @@ function rangeOf(_, low, high) {
 }
 
 /** What uPlot is told of every chart. */
-function plotOptions(width, height, name, series, more = {}) {
+function plotOptions(width, height, name, series, { unit = "", ...more } = {}) {
+  const label = { labelSize: 16, labelGap: 0, labelFont: "11px system-ui, sans-serif" };
   const axis = {
     stroke: color("muted"),
     font: "11px system-ui, sans-serif",
@@ -161,12 +177,14 @@ function plotOptions(width, height, name, series, more = {}) {
     axes: [
       {
         ...axis,
-        size: 24,
+        size: 22,
         gap: 4,
+        label: "step",
+        ...label,
         space: 60,
         incrs: [1, 2, 5].flatMap((n) => [...Array(9).keys()].map((k) => n * 10 ** k)).sort((a, b) => a - b),
       },
-      { ...axis, size: widthOf, gap: 6, space: 32, values: (_, values) => values.map((value) => shown(value, name)) },
+      { ...axis, size: widthOf, gap: 6, space: 32, ...(unit ? { label: unit, ...label } : {}), values: (_, values) => values.map((value) => shown(value, name)) },
     ],
     series: [{}, ...series],
     ...more,
@@ -176,9 +194,9 @@ function plotOptions(width, height, name, series, more = {}) {
 /**
  * Draw curves over steps: the mean thick with its interval as a band, the runs thin. A curve is
  * `{name, color, steps, mean, low, high, runs}`, `runs` being `[{name, values}]`, and `color` 0 to 7; `low`, `high` and `runs`
- * may be left out. `title` names the figure, `metric` the unit of its numbers.
+ * may be left out. `title` names the figure, `metric` the unit of its numbers, `unit` the axis; a long curve is smoothed.
  */
-function lineChart({ title, note = "", metric = title, curves, height = 150 }) {
+function lineChart({ title, note = "", metric = title, unit = "", curves, height = 150 }) {
   const steps = [...new Set(curves.flatMap((curve) => curve.steps))].sort((a, b) => a - b);
   const place = new Map(steps.map((step, index) => [step, index]));
   const laid = (curve, values) => {
@@ -200,21 +218,22 @@ function lineChart({ title, note = "", metric = title, curves, height = 150 }) {
     for (const curve of curves) {
       const stroke = color(`curve-${curve.color % NUM_COLORS}`);
       const runs = curve.runs ?? [];
+      const isSmoothed = smoothing.weight > 0 && curve.steps.length >= SMOOTHED_POINTS;
+      const even = (values) => laid(curve, isSmoothed ? smoothed(values, smoothing.weight) : values);
       if (curve.low && (runs.length === 0 || runs.length > 2)) {
         const bound = { stroke: "transparent", points: { show: false }, auto: runs.length === 0 }; // few seeds: wide bands
-        add(laid(curve, curve.low), bound);
-        add(laid(curve, curve.high), bound);
+        add(even(curve.low), bound);
+        add(even(curve.high), bound);
         bands.push({ series: [series.length, series.length - 1], fill: faded(stroke, 16) });
       }
       if (runs.length > 1)
         for (const run of runs)
-          add(laid(curve, run.values), { stroke: faded(stroke, 38), width: 1, points: { show: false } });
-      add(laid(curve, curve.mean), {
-        stroke,
-        width: 2,
-        points: { show: isAlone || curve.steps.length < 12, size: 5, fill: stroke },
-      });
-      means.push([series.length, curve]);
+          add(even(run.values), { stroke: faded(stroke, 38), width: 1, points: { show: false } });
+      const line = { stroke, width: 2, points: { show: isAlone || curve.steps.length < 12, size: 5, fill: stroke } };
+      const measured = runs.length > 1 ? { ...line, stroke: "transparent", auto: false } : { ...line, stroke: faded(stroke, 30) };
+      add(laid(curve, curve.mean), isSmoothed ? { ...measured, width: 1 } : line);
+      means.push([series.length, curve]); // pointed at, a step has its own value
+      if (isSmoothed) add(even(curve.mean), line);
     }
     const setCursor = (plot) => {
       const at = plot.cursor.idx;
@@ -228,7 +247,7 @@ function lineChart({ title, note = "", metric = title, curves, height = 150 }) {
       readout.replaceChildren(`step ${steps[at]}: ${text.join(" · ") || "–"}`);
     };
     return new uPlot(
-      plotOptions(width, height, metric, series, { bands, hooks: { setCursor: [setCursor] } }),
+      plotOptions(width, height, metric, series, { bands, unit, hooks: { setCursor: [setCursor] } }),
       columns,
       canvas,
     );
@@ -249,7 +268,7 @@ function lineChart({ title, note = "", metric = title, curves, height = 150 }) {
 }
 
 /** Draw parts of a whole over steps, one on the other: `parts` is `[{name, values}]`. */
-function stackChart({ title, metric = title, steps, parts, height = 180 }) {
+function stackChart({ title, metric = title, unit = "", steps, parts, height = 180 }) {
   const total = steps.map(() => 0);
   const sums = parts.map((part) => part.values.map((value, index) => (total[index] += Math.max(0, value ?? 0))));
   const readout = el("output", { class: "readout", "aria-hidden": "true" });
@@ -271,7 +290,7 @@ function stackChart({ title, metric = title, steps, parts, height = 180 }) {
       const text = parts.map((part) => `${part.name} ${shown(part.values[at], metric)}`);
       readout.replaceChildren(`step ${steps[at]}: ${text.join(" · ")}`);
     };
-    const options = plotOptions(width, height, metric, series, { bands, hooks: { setCursor: [setCursor] } });
+    const options = plotOptions(width, height, metric, series, { bands, unit, hooks: { setCursor: [setCursor] } });
     options.scales.y = { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] };
     return new uPlot(options, [steps, ...sums], canvas);
   }

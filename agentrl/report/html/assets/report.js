@@ -2,9 +2,22 @@
 /* The report: tabs over the panels, keys, and, where it is served, news. */
 
 const POLL_MS = 2000;
+const QUIET_MINUTES = 10;
+
+/** What becomes of the runs: finished, live, or when the last step was taken. */
+function stateOf(data) {
+  if (data.runs.every((run) => run.finished)) return "finished";
+  if (!data.live) return null;
+  const written = data.runs.map((run) => run.written).filter((each) => each !== null);
+  const minutes = written.length ? (Date.now() / 1000 - Math.max(...written)) / 60 : 0;
+  if (minutes < QUIET_MINUTES) return "live";
+  const [number, unit] = minutes < 120 ? [minutes, "minute"] : minutes < 2880 ? [minutes / 60, "hour"] : [minutes / 1440, "day"];
+  return `last step ${count(Math.round(number), unit)} ago`;
+}
 
 function startReport() {
   let data = pageData();
+  smoothing.weight = 0.6;
   const load = async (number) =>
     JSON.parse(data.live ? await (await fetch(`blocks/${number}`)).text() : await blockText(number));
   const rollouts = rolloutsPanel(data, load);
@@ -76,6 +89,7 @@ function startReport() {
     const runs = data.runs;
     const done = Math.max(...runs.map((run) => run.step ?? 0));
     const steps = runs[0].steps === null ? `${done} steps` : `step ${done} of ${runs[0].steps}`;
+    const state = stateOf(data);
     const seeds = count(runs.length, runs.length > 1 && data.recipes.length === 1 ? "seed" : "run");
     const parts =
       data.recipes.length === 1 ? Object.entries(data.recipes[0].parts) : [["recipes", String(data.recipes.length)]];
@@ -87,7 +101,7 @@ function startReport() {
         el(
           "p",
           { class: "muted" },
-          data.live && el("span", { class: "live" }, "live"),
+          state && el("span", { class: state === "live" ? "live" : "state" }, state),
           plain(
             `${runs.length > 1 ? `${seeds} · ` : ""}${steps} · ${data.live ? "read" : "written"} ${new Date(data.written).toLocaleString()}`,
           ),

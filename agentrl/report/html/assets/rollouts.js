@@ -8,7 +8,7 @@ const ORDERS = {
     (a, b) => b.failed - a.failed || a.reward - b.reward || b.toolErrors - a.toolErrors || b.step - a.step,
   ],
   newest: ["Newest first", (a, b) => b.step - a.step],
-  best: ["Highest reward first", (a, b) => b.reward - a.reward],
+  best: ["Best first", (a, b) => b.reward - a.reward],
   longest: ["Longest first", (a, b) => b.tokens - a.tokens],
 };
 
@@ -47,10 +47,10 @@ function rolloutsPanel(data, load) {
     Object.entries(ORDERS).map(([key, [label]]) => [key, label]),
   );
   const ending = choice("Error", [
-    ["", "With and without errors"],
+    ["", "Errors or none"],
     ["failed", "Failed"],
-    ["tool", "With tool errors"],
-    ["none", "Without errors"],
+    ["tool", "Tool errors"],
+    ["none", "No errors"],
   ]);
   const stop = choice("Stop reason", []);
   const tool = choice("Tool", []);
@@ -83,7 +83,7 @@ function rolloutsPanel(data, load) {
     );
     fill(
       split,
-      "Training and evaluation",
+      "Any split",
       distinct((entry) => entry.split).map((value) => [value, value === "eval" ? "Evaluation" : "Training"]),
     );
     fill(

@@ -2,33 +2,132 @@
 /* What the page tells of runs as a whole: overview, every metric, warnings, recipes. Each function returns a panel. */
 
 /** Metrics of the overview, as far as a run has them; of those in one list, the first. */
-const HEADLINES = [
-  ["episode/success", "episode/score"],
-  ["reward/mean"],
+const LEARNING = [
   ["eval/success", "eval/score", "eval/pass@1"],
   ["eval/reward"],
-  ["entropy"],
-  ["ratio/spread"],
-  ["clip/tokens"],
-  ["staleness/mean"],
-  ["process/memory_bytes"],
+  ["episode/success", "episode/score"],
+  ["reward/mean"],
 ];
+const UPDATES = [["entropy"], ["kl/step"], ["clip/tokens"], ["staleness/mean", "grad_norm"]];
+
+/** What metrics are called; the others are named by `nameOf`. */
+const NAMES = {
+  "clip/tokens": "Clipped tokens",
+  "clip/tokens_negative": "Clipped tokens of negative advantage",
+  "clip/tokens_positive": "Clipped tokens of positive advantage",
+  "clip/units": "Units with a clipped token",
+  "clip/units_one_sided": "Units of both signs with a clipped token",
+  "credit/mixed_sign_units": "Units with advantages of both signs",
+  "credit/zero_advantage": "Episodes without advantage",
+  "episode/score": "Training: score",
+  "episode/success": "Training: success",
+  "first/clipped_tokens": "Tokens clipped before any update",
+  "first/engine_difference": "Distance of trainer and engine",
+  "first/ratio_deviation": "Largest ratio deviation before any update",
+  "groups/zero_spread": "Groups without spread",
+  "kl/behavior": "KL to the sampling policy",
+  "kl/reference": "KL to the reference policy",
+  "kl/step": "KL of a step",
+  "process/memory_bytes": "Memory",
+  "ratio/effective_samples": "Effective samples",
+  "ratio/mean": "Importance ratio: mean",
+  "ratio/spread": "Importance ratio: spread",
+  "ratio/token_spread": "Importance ratio of tokens: spread",
+  "reward/mean": "Training: reward",
+  "reward/spread": "Training: spread of rewards",
+  "time/sampled_tokens_per_s": "Sampled tokens per second",
+  "time/step_s": "Time of a step",
+  "time/tokens_per_s": "Tokens per second",
+  entropy: "Policy entropy",
+  grad_norm: "Gradient norm",
+};
+const PREFIXES = { eval: "evaluation: ", stop: "ended by ", tool: "calls of ", log: "log: ", process: "", turn: "turn: " };
+
+/** A name that reads: that of `NAMES`, else the metric's own in words. */
+function nameOf(metric) {
+  const spell = (name) => {
+    if (Object.hasOwn(NAMES, name)) return NAMES[name];
+    const [first, ...rest] = name.split("/");
+    const words = (text) => text.replace(/_(s|bytes)$/, "").replaceAll("_", " ");
+    if (!rest.length) return words(first);
+    const isNamed = (each) => Object.hasOwn(PREFIXES, each);
+    const own = first === "episode" && isNamed(rest[0]) ? "" : `${words(first)}: `;
+    const prefix = isNamed(first) ? PREFIXES[first] : own;
+    const inner = spell(rest.join("/"));
+    return prefix + inner.charAt(0).toLowerCase() + inner.slice(1);
+  };
+  const name = spell(metric);
+  return name.charAt(0).toUpperCase() + name.slice(1);
+}
+
+/** What a metric's axis counts, where its numbers do not say so themselves. */
+function unitOf(metric) {
+  const units = [
+    [/_per_s$/, "tokens / s"],
+    [/_(s|bytes)$/, ""],
+    [/(^|\/)stop\//, "share of episodes"],
+    [/(success|pass@\d+)$/, "share solved"],
+    [/zero_advantage|truncated$/, "share of episodes"],
+    [/^clip\/.*tokens|clipped_tokens/, "share of tokens"],
+    [/units/, "share of units"],
+    [/^ratio\/effective/, "share"],
+    [/^ratio\//, "ratio"],
+    [/entropy|^kl\/|_difference$/, "nats"],
+    [/^groups\//, "share of groups"],
+    [/reward/, "reward"],
+    [/(^|\/)tool(\/|_)/, "calls / episode"],
+    [/staleness\/(mean|max)/, "versions"],
+    [/_tokens(_max)?$/, "tokens"],
+    [/turns(_max)?$/, "turns"],
+  ];
+  return units.find(([form]) => form.test(metric))?.[1] ?? "";
+}
+
+/** The curves of a metric, under a name that reads, beside its own. */
+function metricChart(metric, data, height) {
+  const figure = lineChart({ title: nameOf(metric), metric, unit: unitOf(metric), curves: data.curves[metric], height });
+  figure.querySelector(".name").after(el("code", { class: "metric" }, plain(metric)));
+  return figure;
+}
+
+/** A slider for the smoothing of all charts. */
+function smoothingControl() {
+  const words = el("output", {});
+  const slider = el("input", { type: "range", min: "0", max: "0.95", step: "0.05", class: "smoothing", oninput: smooth });
+  function smooth() {
+    smoothing.weight = Number(slider.value);
+    for (const each of document.querySelectorAll("input.smoothing")) {
+      each.value = slider.value;
+      each.nextElementSibling.replaceChildren(slider.value);
+    }
+    requestAnimationFrame(() => eachChart((chart) => chart.redraw()));
+  }
+  slider.value = String(smoothing.weight);
+  words.replaceChildren(slider.value);
+  return el("label", { class: "smooth" }, "Smoothing ", slider, words);
+}
+
 const SHARED = ["time/collect_s", "time/signals_s", "time/credit_s", "time/update_s", "time/push_s"];
 
 function overviewPanel(data, open) {
-  const chosen = HEADLINES.map((names) => names.find((name) => data.curves[name])).filter(Boolean);
-  const charts = chosen.map((name) => lineChart({ title: name, curves: data.curves[name], height: 170 }));
+  const draw = (names) => names.filter(Boolean).map((name) => metricChart(name, data, 170));
+  const learning = draw(LEARNING.map((names) => names.find((name) => data.curves[name])));
+  const isDrawn = (name) => data.curves[name] && data.constants[name] === undefined;
+  const updates = draw(UPDATES.map((names) => names.find(isDrawn)));
   return [
     alertsOf(data, open),
     tiles(data),
     data.recipes.length > 1 || data.runs.length > 1 ? legendOfRuns(data) : null,
-    el("h2", {}, "Learning"),
-    charts.length ? el("div", { class: "grid" }, charts) : el("p", { class: "muted" }, "No step is finished yet."),
+    el("div", { class: "heading" }, el("h2", {}, "Learning"), smoothingControl()),
+    learning.length ? el("div", { class: "grid" }, learning) : el("p", { class: "muted" }, "No step is finished yet."),
+    updates.length > 0 && [el("h2", {}, "Updates"), el("div", { class: "grid" }, updates)],
+    el("h2", {}, "Episodes and time"),
     el(
       "div",
       { class: "grid stacks" },
       componentsChart(data),
       data.recipes.flatMap((recipe, index) => stacksOf(data, recipe, index)),
+      isDrawn("process/memory_bytes") && metricChart("process/memory_bytes", data, 180),
     ),
     evaluations(data),
   ];
@@ -134,7 +233,7 @@ function stacksOf(data, recipe, index) {
       return { name: label(name), values: steps.map((step) => at.get(step) ?? 0) };
     });
     const suffix = data.recipes.length > 1 ? `, ${recipe.name}` : "";
-    return stackChart({ title: title + suffix, metric, steps, parts });
+    return stackChart({ title: title + suffix, metric, unit: unitOf(found[0]), steps, parts });
   };
   const after = (name) =>
     name
@@ -148,7 +247,7 @@ function stacksOf(data, recipe, index) {
 /** A table of evaluations for each recipe: means over its runs, with intervals. */
 function evaluations(data) {
   const names = Object.keys(data.curves).filter(
-    (name) => name.startsWith("eval/") && !/\/(episodes|failed)$/.test(name),
+    (name) => name.startsWith("eval/") && !/\/(episodes|failed)$/.test(name) && data.constants[name] === undefined,
   );
   if (!names.length) return null;
   const rank = (name) => ["success", "score", "pass@", "reward"].findIndex((word) => name.includes(word)) % 9;
@@ -167,17 +266,19 @@ function evaluations(data) {
         return `${mean} [${shown(low, names[place])}, ${shown(high, names[place])}]`;
       }),
     ]);
-    const of = `Evaluations${data.recipes.length > 1 ? `: ${recipe.name}` : ""}`;
+    const of = data.recipes.length > 1 ? recipe.name : "Means over the evaluation tasks";
     const means = `means of ${recipe.runs.length} runs, or of those that got there, with 95 % intervals`;
     const caption = recipe.runs.length > 1 ? `${of} (${means})` : of;
     return table(
       caption,
-      [{ name: "step" }, ...names.map((name) => ({ name: name.replace("eval/", ""), numeric: true }))],
+      [{ name: "step" }, ...names.map((name) => ({ name: nameOf(name.replace("eval/", "")), numeric: true }))],
       rows,
     );
   });
   return [el("h2", {}, "Evaluations"), tables];
 }
+
+const CONSTANT = "The same in every step";
 
 /** Every metric, by family, with a picker, which stays as it is where `update(data)` draws the figures again. */
 function metricsPanel() {
@@ -197,17 +298,23 @@ function metricsPanel() {
     family.replaceChildren(
       el("option", { value: "" }, "All families"),
       ...data.families.map((each) => el("option", { value: each.name }, each.name)),
+      el("option", { value: CONSTANT }, CONSTANT),
     );
-    family.value = data.families.some((each) => each.name === before) ? before : "";
+    family.value = [...family.options].some((each) => each.value === before) ? before : "";
     const legend = data.recipes.length > 1 || data.runs.length > 1 ? [legendOfRuns(data)] : [];
-    figures.replaceChildren(...legend, ...data.families.map((each) => sectionOf(each, data)));
+    const still = Object.entries(data.constants);
+    figures.replaceChildren(
+      ...legend,
+      ...data.families.map((each) => sectionOf(each, data)),
+      ...(still.length ? [constantsOf(still)] : []),
+    );
     choose();
   }
 
   function sectionOf({ name: family, metrics }, data) {
     const made = metrics.map((name) => {
-      const figure = lineChart({ title: name, curves: data.curves[name] });
-      figure.dataset.name = name.toLowerCase();
+      const figure = metricChart(name, data);
+      figure.dataset.name = `${name} ${nameOf(name)}`.toLowerCase();
       return figure;
     });
     return el(
@@ -218,13 +325,31 @@ function metricsPanel() {
     );
   }
 
+  /** Metrics of one value in every step, as a list. */
+  function constantsOf(constants) {
+    const made = constants.map(([name, value]) =>
+      el(
+        "div",
+        { "data-name": `${name} ${nameOf(name)}`.toLowerCase() },
+        el("dt", {}, plain(nameOf(name)), " ", el("code", { class: "metric" }, plain(name))),
+        el("dd", {}, shown(value, name)),
+      ),
+    );
+    return el(
+      "section",
+      { "aria-label": CONSTANT, "data-family": CONSTANT },
+      el("h2", {}, CONSTANT),
+      el("dl", { class: "constants" }, made),
+    );
+  }
+
   function choose() {
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
     let num = 0;
     for (const section of figures.querySelectorAll("section")) {
       const isChosen = !family.value || section.dataset.family === family.value;
       let any = false;
-      for (const figure of section.querySelectorAll("figure")) {
+      for (const figure of section.querySelectorAll("[data-name]")) {
         const fits = isChosen && words.every((word) => figure.dataset.name.includes(word));
         figure.hidden = !fits;
         any ||= fits;
@@ -234,7 +359,7 @@ function metricsPanel() {
     }
     status.replaceChildren(count(num, "metric"));
   }
-  const panel = [el("div", { class: "toolbar", role: "search" }, filter, family, status), figures];
+  const panel = [el("div", { class: "toolbar", role: "search" }, filter, family, smoothingControl(), status), figures];
   return { panel, update };
 }
 
@@ -281,14 +406,17 @@ function warningsPanel(data) {
   return parts.length ? parts : [el("p", { class: "muted" }, "No warnings, and no faults of the environment.")];
 }
 
-/** The resolved recipe of each run. */
+/** The recipe of each run: what differs from the defaults, then every field. */
 function recipePanel(data) {
-  return data.runs.map((run, index) =>
+  const part = (words, text, open) =>
+    el("details", { open }, el("summary", {}, words), el("pre", {}, plain(text.trim() === "{}" ? "nothing" : text)));
+  return data.runs.map((run) =>
     el(
-      "details",
-      { class: "card recipe", open: index === 0 },
-      el("summary", {}, plain(`${run.name}, seed ${run.seed}`)),
-      el("pre", {}, plain(run.config)),
+      "section",
+      { class: "card recipe", "aria-label": plain(run.name) },
+      el("h2", {}, plain(`${run.name}, seed ${run.seed}`)),
+      run.changed !== null && part("Different from the defaults", run.changed, true),
+      part("Every field", run.config, run.changed === null),
     ),
   );
 }
