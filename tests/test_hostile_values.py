@@ -330,4 +330,6 @@ def test_a_run_behind_a_link_and_links_within_it_are_as_good_as_others(
 ) -> None:
     (tmp_path / "run").symlink_to(shutil.copytree(runs[0].path, tmp_path / "elsewhere"))
     (tmp_path / "elsewhere" / "newest.jsonl").symlink_to(Path("rollouts", "step-000002.jsonl"))
+    (tmp_path / "elsewhere" / "wandb").mkdir()
+    (tmp_path / "elsewhere" / "wandb" / "debug.log").symlink_to(tmp_path)  # as wandb links to its logs
     assert RunFolder.open(tmp_path / "run").last_step() == STEPS
