@@ -107,11 +107,14 @@ def _stop_and_continue(here: Path) -> str | None:
 
 def _two_at_once(here: Path) -> str | None:
     recipe, run = _recipe(here), here / "run"
-    process = _started(here, "train", recipe, "--run_dir", run)
+    process = _started(here, "train", recipe, "--run_dir", run, "--train.steps", 100_000)
     _wait_for_step(run, 2)
     status, out = _run(here, "train", run)
+    is_alive = process.poll() is None
+    process.send_signal(signal.SIGINT)
     first, _ = process.communicate(timeout=120)
-    return _clean(status, out, 2) or _clean(process.returncode, first, 0) or _complete(run)
+    wrong = _clean(status, out, 2) or _clean(process.returncode, first, 130)
+    return wrong or (None if is_alive else "the first process ended")
 
 
 def _moved(here: Path) -> str | None:
