@@ -272,7 +272,8 @@ class SimulatedUser(BaseModel):
 
         Args:
             instructions: who the user is, what it wants and knows, and how it ends the talk.
-            dialogue: so far, as the agent has it: its own messages are the assistant's.
+            dialogue: so far, as the agent has it: its own messages are the assistant's. The user is sent what was spoken:
+                no system message, call or result of a tool.
             seed: of the sampling, such as `int(self.np_random.integers(2**31))`: siblings then get replies of their own.
 
         Raises:
@@ -287,11 +288,9 @@ class SimulatedUser(BaseModel):
             max_retries=self.max_retries,
             cache=None,
         )
-        others = {
-            "user": "assistant",
-            "assistant": "user",
-        }  # the model plays the user: its own messages are the assistant's
-        said = [{"role": others[each["role"]], "content": each["content"] or "(silence)"} for each in dialogue]
+        others = {"user": "assistant", "assistant": "user"}  # the model plays the user: its words are the assistant's
+        spoken = [each for each in dialogue if each["role"] in others and not each.get("tool_calls")]
+        said = [{"role": others[each["role"]], "content": each.get("content") or "(silence)"} for each in spoken]
         body = {
             "model": self.model,
             "messages": [{"role": "system", "content": instructions}, *said],

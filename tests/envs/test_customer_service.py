@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.env import tool_call
+from agentrl.env import SimulatedUser, tool_call
 from agentrl.errors import EnvironmentFailure, UserError
 from agentrl_envs.customer_service import Case, CustomerService, Kind, Order, Shop, Wish, demand, draw_case
 from tests.support.baselines import play
 from tests.support.each import each
+from tests.support.judge_server import judge_server
 
 ORDER = Order(
     number=1001, email="me@x", product="coat", size="M", price=80, status="open", days=0, address="1 Mill Road, Barton"
@@ -266,6 +267,24 @@ def test_a_request_is_made_again_and_a_key_is_sent(url: str, monkeypatch: pytest
     monkeypatch.setenv("TEST_API_KEY", "secret")
     keyed = {"url": url, "model": "keyed", "api_key_env": "TEST_API_KEY"}
     assert says(service(wish("cancel"), user=keyed), "Your email?")[0] == "It is me@x"
+
+
+def test_a_simulated_user_is_sent_what_was_spoken() -> None:
+    said = {"role": "user", "content": "Hello."}
+    dialogue = [
+        {"role": "system", "content": "Rules."},
+        said,
+        tool_call("look"),
+        {"role": "tool", "content": "A secret."},
+    ]
+    with judge_server("Fine.") as server:
+        user = SimulatedUser(url=server.url, model="m")
+        assert user.reply("Be kind.", [*dialogue, {"role": "assistant", "content": ""}], seed=0) == "Fine."
+    assert [(each["role"], each["content"]) for each in server.requests[0]["messages"]] == [
+        ("system", "Be kind."),
+        ("assistant", "Hello."),
+        ("user", "(silence)"),
+    ]
 
 
 def test_a_case_is_named_by_its_state_key() -> None:
