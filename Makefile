@@ -28,7 +28,6 @@ test: $(VENV)/installed-dev
 LONG_FILES = policy/test_layout chat/test_families chat/test_limits chat/test_tokenizers envs/test_built_in rollout/test_overlap \
 	rollout/test_faults rollout/test_pool rollout/test_reset_proof run/test_loop test_memory test_run testing/test_check_engine testing/test_check_env \
 	testing/test_check_sandbox
-test-quick: WORKERS = 2
 test-quick: $(VENV)/installed-dev
 	$(PYTEST) -m 'not slow and not vllm and not process and not gpu' $(LONG_FILES:%=--ignore=tests/%.py) $(ARGS)
 

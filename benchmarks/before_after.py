@@ -1,6 +1,6 @@
 """Time and memory of this working tree beside those of an earlier commit, interleaved.
 
-    python -m benchmarks.before_after COMMIT [--repeats 5]
+    python -m benchmarks.before_after COMMIT [--repeats 5] [--only update]
 
 Two workloads: the training step of `benchmarks.train_step` (row `shared_75`, five updates, the first not timed), and the
 default recipe (20 steps without warm-up; the time of a step's rollouts and update). Each runs in a process of its own, one
@@ -42,7 +42,7 @@ from pathlib import Path
 from agentrl.cli.entry import main
 
 try:
-    main(["train", "calculator", "--train.steps", "20", "--warmup.updates", "20", "--run_dir", sys.argv[1] + "/run"])
+    main(["train", "calculator", "--train.steps", "20", "--warmup.steps", "20", "--run_dir", sys.argv[1] + "/run"])
 except SystemExit as end:
     assert not end.code, end.code
 rows = [json.loads(line) for line in Path(sys.argv[1], "run", "metrics.jsonl").read_text().splitlines()]
@@ -71,11 +71,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("commit")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=["update", "default recipe"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", options.commit], cwd=ROOT, stdout=subprocess.PIPE, check=True)
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         for name, script in (("update", UPDATE), ("default recipe", RECIPE)):
+            if options.only not in (None, name):
+                continue
             found: dict[Path, list[dict[str, Any]]] = {Path(folder): [], ROOT: []}
             for _ in range(options.repeats):
                 for code, results in found.items():
