@@ -4,6 +4,7 @@ The sizes take seconds.
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -81,13 +82,13 @@ def test_an_environment_of_ones_own_then_its_checkpoint_from_another_process(fol
     assert "episodes: " in told
     exported = trained.export(folder / "exported")
     told = run(folder, "hugging_face_model", str(exported), "--train.precision", "float32", "--train.device", "cpu")
-    assert "weights for other programs: runs/" in told
+    assert re.search(r"weights for other programs: \S+/runs/\S+/exported", told)
 
 
 @pytest.mark.slow
 def test_the_default_recipe(folder: Path) -> None:
     told = run(folder, "train_default")
-    assert "agentrl show runs/calculator-" in told
+    assert re.search(r"agentrl show \S+/runs/calculator-", told)
     assert newest(folder).recipe.env.id == "calculator"
 
 
