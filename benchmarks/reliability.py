@@ -31,7 +31,10 @@ MODULES = (
     "agentrl.cli", "agentrl.run.loop", "agentrl.run.doctor", "agentrl.report.advise", "agentrl.report.terminal",
     "agentrl_envs.key_door",
 )  # fmt: skip
-QUICK = {"recipes": 12, "folders": 40, "environments": 60, "outputs": 100, "simulated kills": 30, "real kills": 10}
+QUICK = {
+    "recipes": 12, "folders": 40, "environments": 60, "outputs": 100, "calls": 200, "simulated kills": 30, "real kills": 10,
+    "troubles": 12,
+}  # fmt: skip
 """With `--quick`, every so many-th case."""
 PROPERTIES = (
     "tests/chat", "tests/env", "tests/report", "tests/rollout", "tests/test_columns.py", "tests/test_hostile_files.py",
