@@ -113,7 +113,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class MinibatchStats:
+class CaseCounts:
     """What came of a row's turns."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -226,7 +226,7 @@ class Speaker:
         return [{"role": "system", "content": self.text()}, user]
 
 
-def play(row: Row, number: int, tally: MinibatchStats) -> None:
+def play(row: Row, number: int, tally: CaseCounts) -> None:
     """Play a dialogue."""
     rng = random.Random(f"{row.name} {number}")
     is_hostile = number % 3 == 2
@@ -256,7 +256,7 @@ def play(row: Row, number: int, tally: MinibatchStats) -> None:
         tally.fail(f"{row.name} {number}", f"{type(error).__name__}: {error}")
 
 
-def _compare(row: Row, dialogue: Dialogue, tally: MinibatchStats, where: str, *, hostile: bool) -> None:
+def _compare(row: Row, dialogue: Dialogue, tally: CaseCounts, where: str, *, hostile: bool) -> None:
     context = list(dialogue.context_ids)
     if hostile:
         whole, by = list(row.renderer.start(dialogue.history, dialogue.tools)), "a first rendering's"
@@ -326,7 +326,7 @@ def main() -> None:
     options = parser.parse_args()
     total, failures = Counter[str](), list[str]()
     for name in options.only:
-        begin, tally, row = time.process_time(), MinibatchStats(), Row.of(name)
+        begin, tally, row = time.process_time(), CaseCounts(), Row.of(name)
         for number in range(options.num):
             play(row, number, tally)
         total += tally.outcomes

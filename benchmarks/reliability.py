@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.hostile.calls import try_calls
-from benchmarks.hostile.cases import MinibatchStats, warm_up
+from benchmarks.hostile.cases import CaseCounts, warm_up
 from benchmarks.hostile.environments import try_environments
 from benchmarks.hostile.folders import try_folders
 from benchmarks.hostile.kills import try_real_kills, try_simulated_kills
@@ -47,9 +47,9 @@ HEADER = (
 _EXAMPLES = re.compile(r"^(\S+::\S.*):$|^\s+- (\d+) passing, (\d+) failing,? and", re.MULTILINE)
 
 
-def try_properties(folder: Path, every: int) -> MinibatchStats:
+def try_properties(folder: Path, every: int) -> CaseCounts:
     """Run the property-based tests of what enters from outside, with the nightly profile; count the examples of each."""
-    tally = MinibatchStats("an example of a property-based test")
+    tally = CaseCounts("an example of a property-based test")
     profile = "nightly" if every == 1 else "ci"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "hypothesis", "--timeout", "3600"]
     command += ["--hypothesis-show-statistics", *(PROPERTIES if every == 1 else PROPERTIES[-1:])]
@@ -75,7 +75,7 @@ def try_properties(folder: Path, every: int) -> MinibatchStats:
     return tally
 
 
-CATEGORIES: dict[str, Callable[[Path, int], MinibatchStats]] = {
+CATEGORIES: dict[str, Callable[[Path, int], CaseCounts]] = {
     "recipes": try_recipes,
     "folders": try_folders,
     "environments": try_environments,
@@ -88,13 +88,13 @@ CATEGORIES: dict[str, Callable[[Path, int], MinibatchStats]] = {
 }
 
 
-def measure(category: str, *, every: int = 1) -> MinibatchStats:
+def measure(category: str, *, every: int = 1) -> CaseCounts:
     """Try a category; every so many-th case of it."""
     with tempfile.TemporaryDirectory(prefix="agentrl-reliability-") as folder:
         return CATEGORIES[category](Path(folder) / "cases", every)
 
 
-def row(category: str, tally: MinibatchStats, *, minutes: float) -> str:
+def row(category: str, tally: CaseCounts, *, minutes: float) -> str:
     """Return a row of the table."""
     kinds = ", ".join(
         f"{count:,} {words}" for words, count in sorted(tally.outcomes.items()) if words != "failed" and count

@@ -170,7 +170,7 @@ def records(
 
 
 def calls_of(message: Message) -> list[str]:
-    """List a message's tool calls as Python writes them, `calc(a=3, op="*", b=8)`; others as they stand."""
+    """List a message's tool calls as `calc(a=3, op="*", b=8)`, values as JSON; others as they stand."""
     calls = message.get("tool_calls") or []
     return [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
 

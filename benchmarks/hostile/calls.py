@@ -6,16 +6,16 @@ from itertools import islice
 from pathlib import Path
 
 from agentrl.chat.forms import FORMS
-from benchmarks.hostile.cases import MinibatchStats
+from benchmarks.hostile.cases import CaseCounts
 from tests.support.hostile_forms import FAMILIES, TOOLS, faults, outputs
 
 NUM = 10_000
 SLOW_S = 1.0
 
 
-def try_calls(folder: Path, every: int) -> MinibatchStats:
+def try_calls(folder: Path, every: int) -> CaseCounts:
     """Parse whatever mutilated calls a model may write: no exception, no invented call, nothing that no file can hold."""
-    tally = MinibatchStats("a mutilated tool call, 10,000 for each form, parsed")
+    tally = CaseCounts("a mutilated tool call, 10,000 for each form, parsed")
     for form in FORMS:
         for text in islice(outputs(FAMILIES[form.name], random.Random(form.name)), 0, NUM, every):
             begin = time.perf_counter()

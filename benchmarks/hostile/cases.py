@@ -60,7 +60,7 @@ class Ended:
 
 
 @dataclass(slots=True)
-class MinibatchStats:
+class CaseCounts:
     """What was tried of one category, and what came of it."""
 
     what: str

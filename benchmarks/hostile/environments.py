@@ -25,7 +25,7 @@ import yaml
 
 from agentrl import MessageEnv
 from agentrl.rollout.tasks import task_seed
-from benchmarks.hostile.cases import MinibatchStats, agentrl, attempt
+from benchmarks.hostile.cases import CaseCounts, agentrl, attempt
 from benchmarks.hostile.recipes import TINY
 
 HARMED = (1, 3)
@@ -492,9 +492,9 @@ def _seed_all() -> None:
     torch.manual_seed(0)
 
 
-def try_environments(folder: Path, every: int) -> MinibatchStats:
+def try_environments(folder: Path, every: int) -> CaseCounts:
     """Train each in every mode and resume it: the run ends as asked with its faults counted, or is refused in one line."""
-    tally = MinibatchStats("an environment that breaks its contract: trained for 2 steps, resumed for a third")
+    tally = CaseCounts("an environment that breaks its contract: trained for 2 steps, resumed for a third")
     counts = {"faults": 0, "resumes": 0}
     model = _model_that_answers(folder)
     number = 0
@@ -523,7 +523,7 @@ def _model_that_answers(folder: Path) -> Path:
 
 
 def _try(
-    tally: MinibatchStats, counts: dict[str, int], name: str, mode: str, always: bool, model: Path, here: Path
+    tally: CaseCounts, counts: dict[str, int], name: str, mode: str, always: bool, model: Path, here: Path
 ) -> None:
     harm, case = HARMS[name], f"{name}, {mode}{', always' if always else ''}"
     recipe = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.hostile.cases import MinibatchStats, agentrl, attempt, contents
+from benchmarks.hostile.cases import CaseCounts, agentrl, attempt, contents
 from benchmarks.hostile.recipes import TINY
 
 Damage = Callable[[Path, random.Random], object]
@@ -165,9 +165,9 @@ def damages(run: Path) -> Iterator[tuple[str, str, Damage]]:
             yield name, f"stray, {words}", DAMAGES[words]
 
 
-def try_folders(folder: Path, every: int) -> MinibatchStats:
+def try_folders(folder: Path, every: int) -> CaseCounts:
     """Run every command on a damaged folder: it works, or is refused in one line and changes nothing."""
-    tally = MinibatchStats("a command on a run folder of which one file is damaged, missing or too many")
+    tally = CaseCounts("a command on a run folder of which one file is damaged, missing or too many")
     folder.mkdir(exist_ok=True)
     run = whole_run(folder)
     number = 0

@@ -21,7 +21,7 @@ from agentrl.rollout.journal import Ended, Event, Interrupted, Played
 from agentrl.rollout.stream import TaskStream
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Trajectory
-from benchmarks.hostile.cases import MinibatchStats, agentrl, attempt
+from benchmarks.hostile.cases import CaseCounts, agentrl, attempt
 from benchmarks.hostile.recipes import TINY
 from tests.support.killing import check_nothing_lost, look
 
@@ -215,9 +215,9 @@ def simulate(mode: str, env: str, count: int, seed: int) -> None:
         shutil.rmtree(scratch)
 
 
-def try_simulated_kills(folder: Path, every: int) -> MinibatchStats:
+def try_simulated_kills(folder: Path, every: int) -> CaseCounts:
     """Cut journals of pools at random bytes and resume."""
-    tally = MinibatchStats(
+    tally = CaseCounts(
         "a kill, simulated: a journal that ends at any byte of any file, before or after its checkpoint; then resumed"
     )
     for mode in MODES:
@@ -231,9 +231,9 @@ def try_simulated_kills(folder: Path, every: int) -> MinibatchStats:
     return tally
 
 
-def try_real_kills(folder: Path, every: int) -> MinibatchStats:
+def try_real_kills(folder: Path, every: int) -> CaseCounts:
     """Kill training processes with SIGKILL and resume, again and again; then compare with what was on the disk each time."""
-    tally = MinibatchStats("`kill -9` of a training process at a random moment; then resumed")
+    tally = CaseCounts("`kill -9` of a training process at a random moment; then resumed")
     for mode in MODES:
         if wrong := _kill_one(folder / mode, mode, max(2, NUM_REAL // every), tally.details):
             tally.add(mode, "", wrong=wrong)

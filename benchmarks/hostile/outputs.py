@@ -18,7 +18,7 @@ from agentrl.report.terminal import Console, render
 from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.testing import ScriptedEngine
 from agentrl.types import StopReason
-from benchmarks.hostile.cases import MinibatchStats, attempt
+from benchmarks.hostile.cases import CaseCounts, attempt
 
 NUM_SOUPS = 400
 BATCH = 50
@@ -241,9 +241,9 @@ def play(texts: Sequence[str], folder: Path, env: str, *, with_template: bool) -
     (folder / "done.json").write_text(json.dumps({"episodes": sum(len(group.trajectories) for group in groups)}))
 
 
-def try_outputs(folder: Path, every: int) -> MinibatchStats:
+def try_outputs(folder: Path, every: int) -> CaseCounts:
     """Play each text in each environment, under each renderer: no fault of the environment's; all can be written and shown."""
-    tally = MinibatchStats(
+    tally = CaseCounts(
         "a text of a model: calls with broken, deep and huge arguments, markup in any order, bytes that are no text"
     )
     texts = list(soups(NUM_SOUPS))[::every]

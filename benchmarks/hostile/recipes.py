@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
-from benchmarks.hostile.cases import MinibatchStats, agentrl, attempt, contents
+from benchmarks.hostile.cases import CaseCounts, agentrl, attempt, contents
 
 TINY: dict[str, Any] = {
     "env": {"id": "key_door"},
@@ -287,9 +287,9 @@ def recipes() -> Iterator[Recipe]:
     yield Recipe(name="valid: a name with umlauts", text=WHOLE, run_dir="läufe/ß ü", expected="carried out")
 
 
-def try_recipes(folder: Path, every: int) -> MinibatchStats:
+def try_recipes(folder: Path, every: int) -> CaseCounts:
     """Train each recipe: one that cannot be carried out is refused in one line and leaves nothing behind."""
-    tally = MinibatchStats("a malformed recipe, or a module of its that exits, raises or hangs")
+    tally = CaseCounts("a malformed recipe, or a module of its that exits, raises or hangs")
     for number, recipe in enumerate(recipes()):
         if number % every:
             continue

@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from benchmarks.hostile.cases import MinibatchStats
+from benchmarks.hostile.cases import CaseCounts
 from benchmarks.hostile.kills import MODES, rows
 from benchmarks.hostile.recipes import TINY
 
@@ -216,9 +216,9 @@ TROUBLES: dict[str, Callable[[Path], str | None]] = {
 }
 
 
-def try_troubles(folder: Path, every: int) -> MinibatchStats:
+def try_troubles(folder: Path, every: int) -> CaseCounts:
     """Meet each trouble of a machine once, and look whether anything is lost."""
-    tally = MinibatchStats(f"a trouble of the machine: {', '.join(TROUBLES)}")
+    tally = CaseCounts(f"a trouble of the machine: {', '.join(TROUBLES)}")
     for name, trouble in list(TROUBLES.items())[::every]:
         try:
             wrong = trouble(folder / name.replace(" ", "-"))
