@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.models_table import rows, table
-from benchmarks.random_dialogues import MinibatchStats, Row, play
+from benchmarks.random_dialogues import CaseCounts, Row, play
 from tests.support.families import template_names
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def test_nearly_all_templates_are_accepted_and_those_that_carry_tools_for_tools(
 
 def test_random_dialogues_are_what_the_family_renders() -> None:
     for name in FIFTH:
-        row, tally = Row.of(name), MinibatchStats()
+        row, tally = Row.of(name), CaseCounts()
         for number in range(5):
             play(row, number + zlib.crc32(name.encode()), tally)
         assert not tally.failures, tally.failures[:3]
