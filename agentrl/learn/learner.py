@@ -540,4 +540,5 @@ class Learner:
             anchor=anchor,
             version=version,
             reference_logprobs_T=reference_T,
+            entropy_T=entropy_T if self.loss.entropy_coefficient else None,
         )

@@ -158,7 +158,15 @@ def _of_pass(part: Mapping[str, Array]) -> MinibatchStats:
     clipped_U, has_up_U, has_down_U = (
         np.bincount(index_T, weights=what_T) > 0 for what_T in (clipped_T, is_up_T, is_down_T)
     )
-    alone = ("entropy_T", "engine_difference_T", "reference_kl_T", "mismatch_U", "limited_U", "rejected_U")
+    alone = (
+        "entropy_T",
+        "engine_difference_T",
+        "reference_kl_T",
+        "mismatch_U",
+        "limited_U",
+        "rejected_U",
+        "off_policy_T",
+    )
     columns = {name: part[name] for name in alone if name in part} | {
         "ratio_U": ratio_U,
         "ratio_deviation_U": np.abs(ratio_U - 1),
@@ -372,6 +380,8 @@ def update_metrics(tallies: Sequence[MinibatchStats], *, current_version: int) -
         metrics["mismatch/limited"] = found["limited_U"].mean
     if "rejected_U" in found.sums:
         metrics["clip/units_rejected"] = found["rejected_U"].mean
+    if "off_policy_T" in found.sums:
+        metrics["clip/off_policy_tokens"] = found["off_policy_T"].mean
     return metrics
 
 
