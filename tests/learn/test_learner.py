@@ -126,7 +126,7 @@ def failing(groups: Sequence[TrajectoryGroup], failed: set[int]) -> list[Traject
     ),
 )
 def test_minibatches_compute_what_has_a_gradient_and_count_what_else_is_kept(
-    sizes: list[int], failed: set[int], zero: set[int], excluded: set[int], kl_coefficient: float
+    sizes: list[int], failed: set[int], zero: set[int], excluded: set[int], regularizer: dict[str, float]
 ) -> None:
     groups = failing(some_groups(sizes), failed)
     everyone = [t for group in groups for t in group.trajectories]
