@@ -333,7 +333,8 @@ class LossConfig(BaseModel):
         ):
             value = getattr(self, name)
             if not is_used and value != type(self).model_fields[name].default:  # a run's recipe has all defaults
-                raise ValueError(f"{name}: {value} is only used by {users}; remove it, or set that")
+                shown = f"{value:g}" if isinstance(value, float) else value
+                raise ValueError(f"{name}: {shown} is only used by {users}; remove it, or set that")
         return self
 
     @model_validator(mode="after")

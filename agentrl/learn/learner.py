@@ -358,10 +358,12 @@ class Learner:
             for trajectory, credit in zip(group.trajectories, of_group, strict=True)
             if not trajectory.failed and credit.keep_T.any()
         ]
-        has_kl = self.loss.kl_coefficient > 0
+        has_regularizer = self.loss.kl_coefficient > 0 or self.loss.entropy_coefficient != 0
         drawn = draw_minibatches(
             [number for number, _, _ in trained],
-            has_gradient_I=[has_kl or bool(credit.advantages_T[credit.keep_T].any()) for _, _, credit in trained],
+            has_gradient_I=[
+                has_regularizer or bool(credit.advantages_T[credit.keep_T].any()) for _, _, credit in trained
+            ],
             num_minibatches=self._config.num_minibatches,
             rng=np.random.default_rng(derive_seed(self._seed, "minibatches", version)),
         )
