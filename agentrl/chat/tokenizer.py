@@ -15,6 +15,7 @@ from agentrl.chat.renderer import GENERATION_ENDS
 from agentrl.data.files import absolute, damage
 from agentrl.data.plain import line_of
 from agentrl.errors import ConfigError
+from agentrl.models.gguf import gguf_folder
 
 PAD = "<|endoftext|>"
 SPECIAL_TOKENS = (PAD, START, END, OPEN, CLOSE)
@@ -83,11 +84,15 @@ def _generation_ends(source: str) -> tuple[int, ...]:
 
 
 def local_folder(name_or_path: str, *, field: str = "model.name_or_path") -> Path | None:
-    """Return the folder that a model's name means: that of the cache, if the hub cannot be reached. None: the hub has it.
+    """Return the folder that a model's name means: that made of a GGUF file; that of the cache, if the hub cannot be reached.
+
+    None: the hub has it.
 
     Raises:
         ConfigError: for a name of the hub, `owner/model`, that is not in the cache while the hub cannot be reached.
     """
+    if folder := gguf_folder(name_or_path, field=field):
+        return folder
     if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1:
         return absolute(name_or_path)
     if (reason := _unreachable()) is None:

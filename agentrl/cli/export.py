@@ -16,7 +16,9 @@ def add(commands: Commands) -> None:
     export.add_argument("target", type=Path, metavar="RUN", help="a run's folder")
     export.add_argument("into", type=Path, metavar="FOLDER", help="to make")
     export.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: as trained)"
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of the weights (default: that of the model that was trained; float32 if it has adapters)",
     )
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
     export.add_argument("--adapter", action="store_true", help="only the adapters of model.lora, in peft's format")

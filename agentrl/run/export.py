@@ -20,7 +20,7 @@ from agentrl.learn.policy_state import load_weights
 from agentrl.models.auto_classes import auto_class, freeze_towers
 from agentrl.policy.export import export_adapter, export_model, stop_at
 from agentrl.policy.lora import adapted_layers, add_lora
-from agentrl.policy.model import Policy, load_pretrained, make_local_model
+from agentrl.policy.model import Policy, load_pretrained, make_local_model, open_config
 from agentrl.recipe.config import Recipe
 from agentrl.report.card import write_card
 from agentrl.report.folder import RunFolder
@@ -46,7 +46,7 @@ def export(
         recipe: recipe of the run.
         run: folder of the run.
         folder: folder to write.
-        dtype: dtype of the weights. None: as they were trained.
+        dtype: dtype of the weights. None: that of the model that was trained; of one with adapters, as they were trained.
         only_adapter: write the adapters alone.
         name: name of the model on its card. None: that of the folder.
         step: step of the checkpoint. None: the newest.
@@ -59,6 +59,8 @@ def export(
     if recipe.model.name_or_path is not None:
         # Without `model.attention`, whose package may be missing: nothing attends.
         model, tokenizer = load_pretrained(recipe.model.name_or_path)
+        if dtype is None and recipe.model.lora is None:  # rounding would take most of a young adapter away
+            dtype = open_config(recipe.model.name_or_path, field="model.name_or_path")[1].dtype
         freeze_towers(model)  # as in training: a sharded checkpoint has none of what is frozen
     else:
         tokenizer = load_tokenizer(run.tokenizer)

@@ -323,8 +323,9 @@ def model_config(recipe: Recipe) -> Any:
     name, local = recipe.model.name_or_path, recipe.model.local
     if name is None:
         return local_config(local, vocab_size=local.vocab_size)
+    folder = local_folder(name)
     try:
-        return AutoConfig.from_pretrained(local_folder(name) or name, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder or name, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ConfigError(
             f"model.name_or_path: cannot read the configuration of {name!r}: {error}. A folder with its config.json is enough: "
