@@ -33,7 +33,7 @@ _ENTROPY_LEFT = 0.1
 _FEW_SAMPLES, _FAR = 0.5, 0.03
 """Effective samples, and nats a token to the policy that sampled: found on runs that collapsed (docs/evidence.md)."""
 _MOVED = 0.3
-"""Nats a token that no step should move the policy by: chosen on recorded runs (benchmarks/detectors.py); healthy ones move by .001 to .05."""
+"""Nats a token that no step should move the policy by (chosen with benchmarks/detectors.py); healthy ones move it by .001 to .05."""
 _SHORTENED = 0.75
 """Share of the updates that a bound shortens in every step of a run whose rate is too high for it."""
 _SUCCEEDED = 0.03
