@@ -4,7 +4,7 @@ import datetime as dt
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,10 @@ from agentrl.errors import RendererError
 from agentrl.types import Message
 
 
+ToolForm = Literal["hermes", "json"]
+"""Forms in which tools are offered to a template that knows none."""
+
+
 class TemplateConfig(DialogueConfig):
     """The tokenizer's own chat template, or one from a file."""
 
@@ -42,6 +46,10 @@ class TemplateConfig(DialogueConfig):
     """Day whose midnight a chat template gets that asks for the time (`strftime_now`). Fixed, so that a dialogue
     is the same tokens on every day of a run, after a restart, and in the next run of the recipe."""
 
+    tool_form: ToolForm = "hermes"
+    """Form in which tools are offered and called where the template knows none: their schemas and this form go into the system
+    message, results into the user's. `hermes`: JSON between tags; `json`: the whole answer is a JSON object."""
+
     def build(self, tokenizer: Any, *, name: str = "") -> Renderer:
         """Return the renderer, after proving it."""
         return self.proven(tokenizer, name=name)
@@ -49,12 +57,34 @@ class TemplateConfig(DialogueConfig):
     def proven(self, tokenizer: Any, *, name: str, encode: Encoder | None = None) -> "TemplateRenderer":
         """Return the renderer, after proving it."""
         renderer = TemplateRenderer(tokenizer, self, name=name, encode=encode)
+        if renderer.facts.no_tools is not None:
+            with_tools = TemplateRenderer(tokenizer, self, name=name, offering=_offering(self.tool_form))
+            renderer = renderer if with_tools.facts.no_tools else with_tools
         prove(renderer, name=name, tools=() if renderer.facts.no_tools else TOOLS)
         return renderer
 
     def exported_template(self, tokenizer: Any) -> str | None:
-        """Return the recipe's template, or the tokenizer's own."""
-        return _read(self.template) if self.template else super().exported_template(tokenizer)
+        """Return the recipe's template, or the tokenizer's own; with the tools' part where it knows none."""
+        text = _read(self.template) if self.template else super().exported_template(tokenizer)
+        return self.proven(tokenizer, name="").text if text else text
+
+
+def _offering(form: ToolForm) -> str:
+    """Return the beginning of a template that writes tools, calls and results into messages of text."""
+    text = Path(__file__).with_name("tools.jinja").read_text(encoding="utf-8")
+    if form == "json":
+        for theirs, ours in _AS_JSON.items():
+            text = text.replace(theirs, ours)
+    return text
+
+
+_AS_JSON = {
+    "a JSON object between these tags:\n<tool_call>\n": "a JSON object, and nothing else:\n",
+    "\n</tool_call>\n{%- endset -%}": "\n{%- endset -%}",
+    "'<tool_call>\\n' ~ body ~ '\\n</tool_call>'": "body",
+    "'arguments': call": "'parameters': call",
+    '"arguments": {"PARAMETER"': '"parameters": {"PARAMETER"',
+}
 
 
 _DEFAULT = TemplateConfig()
@@ -69,7 +99,13 @@ class TemplateRenderer:
     """
 
     def __init__(
-        self, tokenizer: Any, config: TemplateConfig = _DEFAULT, *, name: str = "", encode: Encoder | None = None
+        self,
+        tokenizer: Any,
+        config: TemplateConfig = _DEFAULT,
+        *,
+        name: str = "",
+        encode: Encoder | None = None,
+        offering: str = "",
     ) -> None:
         """Ask the template.
 
@@ -78,12 +114,14 @@ class TemplateRenderer:
             config: the section `chat` of a recipe.
             name: of the model, for error messages.
             encode: what is made of the tokenizer for this template, where it is there already: it takes seconds.
+            offering: put before the template, so that it knows tools.
         """
         self._tokenizer = tokenizer
         self._name = name
         self._system = config.system
         self._size = len(tokenizer)
-        text = template_text(tokenizer, config, name)
+        self.text = text = offering + template_text(tokenizer, config, name)
+        """The whole template."""
         self._encode = encode or Encoder(tokenizer, spelled=text)
         self.template = ChatTemplate(
             tokenizer, self._encode, template=text, variables=config.template_variables, date=config.date, name=name
@@ -97,7 +135,7 @@ class TemplateRenderer:
         self._closing = {end.stop_id: end.closing_id for end in ends}
         self._open_prompts = [self._encode(prompt) for prompt in self.facts.thinking_prompts]
         self._thinking = config.thinking or self.facts.thinking
-        self._text, self._variables = text, config.template_variables
+        self._variables = config.template_variables
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -121,7 +159,7 @@ class TemplateRenderer:
             self.turns,
             self.facts,
             tokenizer=self._tokenizer,
-            text=self._text,
+            text=self.text,
             thinking=self._thinking,
             variables=self._variables,
         )
