@@ -336,3 +336,32 @@ def test_a_template_with_a_clock_says_the_same_at_any_time() -> None:
 def test_chatml_can_be_asked_for_in_place_of_the_template() -> None:
     renderer = ChatMLConfig().build(tokenizer(REWRITING))
     assert renderer.extend((), (65, END), [USER]) is not None
+
+
+PLAIN = """{% for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+CALL = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": {"text": "a <|im_end|> b"}}}
+
+
+@each("form", ["hermes", "json"])
+def test_a_template_without_tools_offers_them_in_the_system_message(form: Any) -> None:
+    made = tokenizer(PLAIN)
+    assert TemplateRenderer(made).facts.no_tools
+    renderer = AutoConfig(tool_form=form).build(made)
+    message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    reply = {"role": "tool", "tool_call_id": "call_0", "content": "Empty."}
+    start, action = renderer.start([{"role": "system", "content": "Play."}, USER], TOOLS), renderer.encode(message)
+    assert renderer.parse(action) == message
+    added = renderer.extend(start, action, [reply, reply])
+    assert added is not None
+    whole = renderer.start([{"role": "system", "content": "Play."}, USER, message, reply, reply], TOOLS)
+    assert start + action + added == whole
+    text = made.decode(start)
+    assert text.startswith("<|im_start|>system\nPlay.\n\n# Tools")
+    assert '"description": "A tool."' in text
+    assert made.decode(added).count("<tool_response>\nEmpty.") == 2
+    made.chat_template = AutoConfig(tool_form=form).exported_template(made)
+    ids = made.apply_chat_template([USER, message, reply], tools=TOOLS, add_generation_prompt=True, return_dict=False)
+    assert made.decode(ids) == made.decode(renderer.start([USER, message, reply], TOOLS))
+    check_renderer(renderer)
