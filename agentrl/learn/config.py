@@ -252,8 +252,8 @@ class LossConfig(BaseModel):
     mismatch_limit: float = Field(default=2.0, gt=1)
     """Largest weight (and, for `mask`, one over the smallest)."""
     mismatch_level: MismatchLevel = "unit"
-    """Tokens whose mismatch is corrected together: by the mean over the ratio's `unit`; each `token` by its own, whatever the
-    unit; by the `product` over the unit, which is exact and far from 1 on long units."""
+    """Tokens whose mismatch is corrected together: by the mean over the ratio's `unit`; each `token` by its own; or by the
+    `product` over the trajectory, which is exact and far from 1 on long ones. The latter two whatever the unit."""
     off_policy_limit: float | None = Field(default=None, gt=0)
     """A trajectory whose tokens are less probable now than at sampling, by more nats a token than this in the mean, leaves the
     loss with its tokens of negative advantage (DeepSeek-V3.2). None: none does."""
