@@ -290,7 +290,8 @@ def ours(batch: Padded, credits: Sequence[Credit], config: LossConfig) -> Found:
     )
     clipped_BT = torch.zeros_like(is_token_BT)
     clipped_BT[is_token_BT] = torch.from_numpy(observations.column("clipped_T") > 0)
-    return Found(loss.detach(), *gradients(loss, policy_BT, entropy_BT), clipped_BT)
+    gradient_BT, of_entropy_BT = gradients(loss, policy_BT, entropy_BT)
+    return Found(loss.detach(), gradient_BT, of_entropy_BT, clipped_BT)
 
 
 def theirs(batch: Padded, loss: Callable[[Padded], Tensor]) -> Found:

@@ -161,7 +161,7 @@ def _importance_sampling_ratio() -> Callable[..., Tensor]:
 
 
 def _compiled(function: ast.FunctionDef) -> Callable[..., Any]:
-    namespace = dict(_IMPORTS)
+    namespace: dict[str, Any] = dict(_IMPORTS)
     function.decorator_list = [
         one for one in function.decorator_list if ast.unparse(one) != "staticmethod"
     ]  # called without a trainer
