@@ -314,8 +314,8 @@ class LossConfig(BaseModel):
     kl_coefficient times the sum over its tokens of (log-probability at sampling - the reference's). Metrics and records
     show the environment's own rewards."""
     entropy_coefficient: float = 0.0
-    """Weight of the entropy of the tokens' distributions, which is added to the objective: above 0 it keeps the policy
-    random."""
+    """Weight of the entropy of the tokens' distributions, averaged as `aggregation` says, which is added to the objective:
+    above 0 it keeps the policy random."""
     covariance: CovarianceConfig | None = None
     """Restraint on the tokens that lower the entropy most (Clip-Cov, KL-Cov). None: there is none."""
     nll: NLLConfig | None = None
