@@ -300,8 +300,8 @@ class LossConfig(BaseModel):
     mismatch_limit: float = Field(default=2.0, gt=1)
     """Largest weight (and, for `mask`, one over the smallest)."""
     mismatch_level: MismatchLevel = "unit"
-    """Tokens whose mismatch is corrected together: by the mean over the ratio's `unit`; each `token` by its own, whatever the
-    unit; by the `product` over the unit, which is exact and far from 1 on long units."""
+    """Tokens whose mismatch is corrected together: by the mean over the ratio's `unit`; each `token` by its own; or by the
+    `product` over the trajectory, which is exact and far from 1 on long ones. The latter two whatever the unit."""
     off_policy_limit: float | None = Field(default=None, gt=0)
     """A trajectory whose tokens are less probable now than at sampling, by more nats a token than this in the mean, leaves the
     loss with its tokens of negative advantage (DeepSeek-V3.2). None: none does."""
@@ -314,8 +314,8 @@ class LossConfig(BaseModel):
     kl_coefficient times the sum over its tokens of (log-probability at sampling - the reference's). Metrics and records
     show the environment's own rewards."""
     entropy_coefficient: float = 0.0
-    """Weight of the entropy of the tokens' distributions, which is added to the objective: above 0 it keeps the policy
-    random."""
+    """Weight of the entropy of the tokens' distributions, averaged as `aggregation` says, which is added to the objective:
+    above 0 it keeps the policy random."""
     covariance: CovarianceConfig | None = None
     """Restraint on the tokens that lower the entropy most (Clip-Cov, KL-Cov). None: there is none."""
     nll: NLLConfig | None = None

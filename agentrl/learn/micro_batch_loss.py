@@ -170,10 +170,13 @@ def _corrected_weights(
         weight_T = weight_T * keep_T
     if config.mismatch == "off":
         return weight_T
+    unit_T = columns.unit_T
+    if config.mismatch_level == "product":  # of the whole trajectory, whatever the ratio's unit
+        unit_T = torch.unique(columns.trajectory_T, return_inverse=True)[1]
     mismatch = mismatch_weights(
         anchor_T,
         columns.behavior_T,
-        columns.unit_T,
+        unit_T,
         mode=config.mismatch,
         limit=config.mismatch_limit,
         level=config.mismatch_level,
