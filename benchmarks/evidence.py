@@ -368,9 +368,9 @@ def tell_edges(known: dict[Job, Result]) -> None:
 DRAWN = {
     "GRPO, uniform": ("grpo", "uniform", "plain"),
     "GSPO with the range of the recipes before, uniform": ("gspo, fixed", "uniform", "plain"),
-    "GRPO, ecpo": ("grpo", "ecpo", "plain"),
+    "GRPO, action_values": ("grpo", "action_values", "plain"),
     "the default, uniform": ("gspo, token", "uniform", "kl .02"),
-    "the default, ecpo": ("gspo, token", "ecpo", "kl .02"),
+    "the default, action_values": ("gspo, token", "action_values", "kl .02"),
 }
 """What is drawn of each environment: ratio, credit and way of updating."""
 
@@ -429,7 +429,7 @@ def main() -> None:
     parser.add_argument(
         "--ratios", nargs="+", choices=list(RATIOS), default=[name for name in RATIOS if name != "grpo, watched"]
     )
-    parser.add_argument("--credits", nargs="+", default=["uniform", "group_gae", "ecpo"])
+    parser.add_argument("--credits", nargs="+", default=["uniform", "group_gae", "action_values"])
     parser.add_argument("--trains", nargs="+", choices=list(TRAINS), default=["plain"])
     parser.add_argument("--against", choices=list(TRAINS), default="plain", help="with tell")
     parser.add_argument("--against-ratio", choices=list(RATIOS), default="grpo", help="with tell")

@@ -286,7 +286,7 @@ def test_one_trajectory_a_group_is_allowed_where_credit_says_what_to_do(file: Pa
 
 
 def test_the_rule_for_one_trajectory_is_that_of_the_innermost_scheme_and_of_the_fallback(file: Path) -> None:
-    for scheme in ("scheme: judge", "scheme: entropy_modulated", "scheme: judge, fallback: uniform"):
+    for scheme in ("scheme: judge", "scheme: shuffled", "scheme: judge, fallback: uniform"):
         words = message(file, f"{{rollout: {{group_size: 1}}, credit: {{{scheme}}}}}")
         assert words.startswith("rollout.group_size: 1 gives every trajectory nothing to be compared with")
     kept = "credit: {scheme: judge, then: {scheme: turn_return, lone: keep}, fallback: uniform}"
@@ -616,7 +616,7 @@ def test_options_that_no_file_of_a_run_can_hold_are_refused(options: str, words:
         ("env.wrappers", "[{id: time_limit, max_turns: 5}]"),
         ("env.schedule", "[{from_step: 1, options: {num_rooms: 2}}]"),
         ("rollout.curriculum", "{visits: 2}"),
-        ("credit", "{scheme: ecpo, lam: 0.5}"),
+        ("credit", "{scheme: action_values, gamma: 1, lam: 0.5}"),
     ],
 )
 def test_values_on_the_command_line_are_written_as_in_a_recipe(option: str, value: str) -> None:

@@ -19,6 +19,7 @@ from agentrl.errors import ConfigError
 from agentrl.learn.loss import CovarianceRule, KLEstimator, MismatchLevel
 from agentrl.learn.tokens import Aggregation, RatioUnit
 from agentrl.policy.config import Layout
+from agentrl.recipe import foreign_names
 from agentrl.recipe.plugin import MayChange
 from agentrl.recipe.registry import suggest
 from agentrl.types import Amount, AmountOrZero, Count, Need, Positive, Rate, between
@@ -101,7 +102,7 @@ class Algorithm(BaseModel):
     train: dict[str, Any] = {}
     """Fields of the section `train`, where the recipe does not give them."""
     differs: str
-    """How it differs from the paper's; `-` if it does not."""
+    """Differences from the paper; `-` if there are none."""
 
 
 @cache
@@ -120,7 +121,8 @@ def algorithm(name: str) -> Algorithm:
     found = algorithms().get(name)
     if found is None:
         raise ConfigError(
-            f"loss.algorithm: there is no {name!r}; `agentrl algorithms` lists them.{suggest(name, algorithms())}"
+            f"loss.algorithm: there is no {name!r}; `agentrl algorithms` lists them."
+            f"{foreign_names.of_value('loss', name) or suggest(name, algorithms())}"
         )
     return found
 
@@ -342,7 +344,7 @@ class LossConfig(BaseModel):
             preset = {field: value for field, value in preset.items() if field not in ("clip_low", "clip_high")}
         if given.get("aggregation", preset["aggregation"]) != preset["aggregation"]:
             preset.pop("constant_length", None)
-        return preset | given
+        return {**preset, **given}
 
     @model_validator(mode="after")
     def _check_constant_length(self) -> Self:
@@ -357,7 +359,7 @@ class LossConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_trust(self) -> Self:
-        if self.trust in _WITHOUT_RANGE and not (self.clip_low is None and self.clip_high is None):
+        if not self.has_range and not (self.clip_low is None and self.clip_high is None):
             raise ValueError(f"clip_low and clip_high: trust: {self.trust} has no range; remove them")
         for name, value in (("calibrated", self.calibrated), ("gate", self.gate), ("kernel", self.kernel)):
             if value is not None and self.trust != name:
@@ -388,7 +390,8 @@ class LossConfig(BaseModel):
         ):
             value = getattr(self, name)
             if not is_used and value != type(self).model_fields[name].default:  # a run's recipe has all defaults
-                raise ValueError(f"{name}: {value} is only used by {users}; remove it, or set that")
+                shown = f"{value:g}" if isinstance(value, float) else value
+                raise ValueError(f"{name}: {shown} is only used by {users}; remove it, or set that")
         return self
 
     @model_validator(mode="after")
@@ -430,6 +433,11 @@ class LossConfig(BaseModel):
         """Return (clip_low, clip_high), with the default of what is clipped for a field that is None."""
         low, high = _TRUST_CLIP.get(self.trust, DEFAULT_CLIP[self.unit])
         return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
+
+    @property
+    def has_range(self) -> bool:
+        """Whether `clip_low` and `clip_high` mean something."""
+        return self.trust not in _WITHOUT_RANGE
 
     def describe(self) -> str:
         """Describe the algorithm in a phrase: `grpo: token ratios, clip [0.8, 1.2], trajectory-mean`."""

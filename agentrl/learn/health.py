@@ -134,7 +134,7 @@ def _runaway(row: Row) -> str | None:
         return None
     return (
         f"one step moved the policy by {far:.2g} nats a token, so that few trajectories outweigh the rest (effective samples "
-        f"{samples:.0%}): runs often collapse by this; lower train.learning_rate, or train.target_kl (0.02 by default)"
+        f"{samples:.0%}): runs often collapse by this; lower train.learning_rate, or set train.target_kl"
     )
 
 

@@ -64,23 +64,17 @@ class Recipe(BaseModel):
         if not isinstance(given, Mapping):
             return given
         data = named_sections(given)
-        loss, credit, train = data.get("loss", {}), data.get("credit", {}), data.get("train", {})
-        name = (
-            loss.algorithm
-            if isinstance(loss, LossConfig)
-            else loss.get("algorithm")
-            if isinstance(loss, Mapping)
-            else None
-        )
-        chosen = algorithm(name if isinstance(name, str) else LossConfig().algorithm)
+        loss, credit = data.get("loss", {}), data.get("credit", {})
+        fields = dict(loss) if isinstance(loss, Mapping | LossConfig) else {}
+        chosen = algorithm(str(fields.get("algorithm", LossConfig().algorithm)))
         if isinstance(credit, Mapping):
             own = chosen.credit or {"scheme": "uniform"}
             data["credit"] = {**(own if credit.get("scheme", own["scheme"]) == own["scheme"] else {}), **credit}
-        if isinstance(train, Mapping):
+        if isinstance(train := data.get("train", {}), Mapping):
             data["train"] = {**chosen.train, **train}
-        if isinstance(loss, Mapping) and (chosen.loss | dict(loss)).get("aggregation") == "constant":
-            length = (chosen.loss | dict(loss)).get("constant_length")
-            data["loss"] = {**loss, "constant_length": length or _max_episode_tokens(data.get("rollout"))}
+        resolved = chosen.loss | fields
+        if resolved["aggregation"] == "constant" and resolved.get("constant_length") is None:
+            data["loss"] = {**fields, "constant_length": _max_episode_tokens(data.get("rollout"))}
         return data
 
     @field_validator("run_dir")
@@ -138,12 +132,12 @@ class Recipe(BaseModel):
 def named_sections(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections, with names that stand for one (`loss: grpo`, `credit: uniform`) written out."""
     return {
-        section: {_NAMED[section]: value} if section in _NAMED and isinstance(value, str) else value
+        section: {NAMED[section]: value} if section in NAMED and isinstance(value, str) else value
         for section, value in given.items()
     }
 
 
-_NAMED = {"loss": "algorithm", "credit": "scheme"}
+NAMED = {"loss": "algorithm", "credit": "scheme"}
 """Sections for which a name may stand, and the field that it is."""
 
 
@@ -275,10 +269,10 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
     while rest:
         option = rest.pop(0)
         name, has_value, value = option.partition("=")
-        if (section := name.removeprefix("--")) in _NAMED:  # --loss grpo
+        if (section := name.removeprefix("--")) in NAMED:  # --loss grpo
             named = value if has_value else "".join(rest[:1])
             if named and not named.lstrip().startswith(("{", "[", "--")):
-                option = name = f"{name}.{_NAMED[section]}"
+                option = name = f"{name}.{NAMED[section]}"
                 if has_value:
                     option = f"{name}={value}"
         prefix = next((p for p in prefixes if name.startswith(p)), None)
