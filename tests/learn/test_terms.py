@@ -3,7 +3,6 @@
 Pure functions against plain loops, and each term in a real training pass against autograd over single trajectories.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from agentrl import Credit, Trajectory, TrajectoryGroup
 from agentrl.chat import TurnTokens
-from agentrl.credit import assign_credit, load_credit
 from agentrl.errors import ConfigError
 from agentrl.learn.config import LossConfig
 from agentrl.learn.learner import CreditedMinibatch, Learner
@@ -25,13 +23,13 @@ from agentrl.learn.loss import covariance_penalty, nll_loss, select_by_covarianc
 from agentrl.learn.metrics import update_metrics
 from agentrl.learn.rewarding import kl_metrics, subtract_kl
 from agentrl.rollout.demonstrations import Demonstration
-from agentrl.run import loop
-from agentrl.run.record import Stopwatch
 from agentrl.types import StopReason
 from tests.support.each import each
+from tests.support.hugging_face import hugging_face_folder
 from tests.support.learners import make_learner
 from tests.support.ratio_batches import close, f64
-from tests.support.runs import Runs, recipe, train
+from tests.support.run_files import repeatable
+from tests.support.runs import recipe, train
 from tests.support.trajectories import some_groups
 
 RNG = np.random.default_rng(3)
@@ -266,3 +264,126 @@ def test_a_term_adds_its_gradient_and_no_split_changes_it(name: str) -> None:
     torch.testing.assert_close(whole.gradient - plain.gradient, added, rtol=1e-6, atol=1e-9)
     if name != "Clip-Cov":  # where the value of the policy loss, without a ratio, is that of the advantages
         assert whole.loss - plain.loss == pytest.approx(term.item(), rel=1e-9)
+
+
+def test_every_token_may_have_a_gradient_where_a_term_has_one() -> None:
+    """A trajectory without an advantage is computed if a term of the loss gives it a gradient."""
+    zero = [[Credit.uniform(t, 0.0) for t in group.trajectories] for group in GROUPS]
+    computed = {
+        name: sum(minibatch.num_computed for minibatch in learner_for(**term).draw(GROUPS, zero, version=1))
+        for name, term in TERMS.items()
+    }
+    assert computed == {"Clip-Cov": 1, "KL-Cov": 6, "successes": 4, "demonstrations": 1, "teacher": 6}
+
+
+def test_metrics_of_the_terms() -> None:
+    """Means over the tokens that each concerns."""
+    imitated, shown = Measured(TERMS["successes"]), Measured(TERMS["demonstrations"], max_tokens=1)
+    clipped, taught = Measured(TERMS["Clip-Cov"]), Measured(TERMS["teacher"])
+    with torch.no_grad():
+        successes = [t for t, _ in imitated.minibatch.pairs if t.metrics["success"]]
+        logprobs = [float(x) for t in successes for x in logprobs_of(imitated.learner, t.turns)]
+        assert imitated.metrics["nll"] == pytest.approx(-np.mean(logprobs), rel=1e-9)
+        every = [float(x) for t, _ in taught.minibatch.pairs for x in logprobs_of(taught.learner, t.turns)]
+    teacher = [x for t, _ in taught.minibatch.pairs for turn in t.turns for x in turn.signals["teacher_logprobs"]]
+    assert taught.metrics["kl/teacher"] == pytest.approx(np.mean(every) - np.mean(teacher), rel=1e-9)
+    assert shown.metrics["nll"] == pytest.approx(math.log(261), rel=0.05)  # of a policy that was never trained
+    assert clipped.metrics["clip/covariance_tokens"] == int(0.2 * len(every)) / len(every)
+    assert {"nll", "kl/teacher", "clip/covariance_tokens"}.isdisjoint(Measured({}).metrics)
+
+
+def test_a_minibatch_without_an_advantage_still_learns_from_demonstrations() -> None:
+    learner = learner_for(**TERMS["demonstrations"])
+    metrics = learner.update([], [], version=1)
+    assert metrics["skipped_minibatches"] == 0
+    assert metrics["grad_norm"] > 0
+    assert metrics["nll"] == pytest.approx(math.log(261), rel=0.05)
+    assert learner_for().update([], [], version=1)["skipped_minibatches"] == 1
+
+
+def test_a_learner_says_what_a_term_lacks() -> None:
+    learner = learner_for(**TERMS["demonstrations"])
+    learner.demonstrations = ()
+    with pytest.raises(ConfigError, match=r"loss\.nll: of: demonstrations, and Learner\.demonstrations is empty"):
+        learner.update(GROUPS, CREDITS, version=1)
+    unmeasured = some_groups([2])
+    credits = [[Credit.uniform(t, 1.0) for t in unmeasured[0].trajectories]]
+    with pytest.raises(ConfigError, match="loss: it reads teacher_logprobs, which turns do not have"):
+        learner_for(**TERMS["teacher"]).update(unmeasured, credits, version=1)
+
+
+# --- the divergence in the reward
+
+
+def test_rewards_lose_the_divergence_of_each_turn() -> None:
+    group = GROUPS[0]
+    lost = replace(group.trajectories[0], trajectory_id="lost", stop_reason=StopReason.ENV_ERROR, turns=())
+    given = replace(group, trajectories=(lost, *group.trajectories))
+    (found,) = subtract_kl([given], coefficient=0.5)
+    assert found.trajectories[0] is lost
+    ratios = []
+    for got, t in zip(found.trajectories[1:], group.trajectories, strict=True):
+        for after, turn in zip(got.turns, t.turns, strict=True):
+            pairs = list(zip(turn.behavior_logprobs, turn.signals["reference_logprobs"], strict=True))
+            ratios += [behavior - reference for behavior, reference in pairs]
+            assert after.reward == pytest.approx(turn.reward - 0.5 * sum(ratios[-len(pairs) :]), rel=1e-12)
+            assert replace(after, reward=turn.reward) == turn
+    assert kl_metrics([given]) == pytest.approx({"kl/reference": np.mean(ratios)}, rel=1e-12)
+    assert kl_metrics([]) == {}
+    with pytest.raises(ConfigError, match=r"loss\.kl_estimator: k1_reward, and turns have no reference_logprobs"):
+        subtract_kl(some_groups([2]), coefficient=0.5)
+
+
+K1 = {"kl_coefficient": 0.1, "kl_estimator": "k1_reward"}
+
+
+@each(
+    ("sections", "words"),
+    [
+        (
+            {"loss": K1, "credit": {"scheme": "distill", "teacher": "reference"}},
+            r"loss\.kl_estimator: k1_reward is part of the rewards, and 'distill' reads no rewards; set it to k2",
+        ),
+        (
+            {"loss": K1, "credit": {"scheme": "tree"}},
+            r"'tree' compares with what forks earned",
+        ),
+        ({"loss": {"distill_coefficient": 0.1}}, r"loss\.distill_coefficient: it needs teacher_logprobs; set signals\.teacher"),
+        ({"loss": {"kl_estimator": "k1_reward"}}, r"k1_reward is only used by kl_coefficient above 0"),
+        ({"loss": {"covariance": {"rule": "kl", "band": [0, 1]}}}, r"band: .* is only used by rule: clip"),
+        ({"loss": {"covariance": {"coefficient": 2}}}, r"coefficient: 2.* is only used by rule: kl"),
+        ({"loss": {"covariance": {"band": [3, 1]}}}, r"band: \[3.*, 1.*\] is empty"),
+        ({"loss": {"nll": {"batch_size": 3}}}, r"batch_size: 3 is only used by of: demonstrations"),
+    ],
+)  # fmt: skip
+def test_terms_that_cannot_be_had_are_refused(tmp_path: Path, sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        train(recipe(tmp_path, **sections))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.process
+def test_a_run_with_all_terms_resumes_bit_for_bit(tmp_path: Path) -> None:
+    name = hugging_face_folder(tmp_path / "teacher", rewrites=False)
+    loss = {
+        "kl_coefficient": 0.1,
+        "kl_estimator": "k1_reward",
+        "covariance": {"band": [-9, 9], "share": 0.1},
+        "nll": {"of": "demonstrations", "batch_size": 2},
+        "distill_coefficient": 0.1,
+    }
+    given: dict[str, Any] = {
+        "model": {"name_or_path": name},
+        "signals": {"teacher": name},
+        "loss": loss,
+        "warmup": {"num_demonstrations": 5},
+    }
+    _, rows = train(recipe(tmp_path, **given, train={"steps": 2}))
+    assert {"nll", "kl/teacher", "kl/reference", "clip/covariance_tokens"} <= rows[-1].keys()
+    again = recipe(tmp_path, **given, run_dir=tmp_path / "again", train={"steps": 1})
+    folder, _ = train(again)
+    _, resumed = train(recipe(tmp_path, **given, run_dir=tmp_path / "again", train={"steps": 2}), folder)
+    for found, expected in zip(map(repeatable, resumed), map(repeatable, rows), strict=True):
+        shared = found.keys() & expected.keys()  # the shorter run evaluated at its end
+        assert len(shared) > 50
+        assert {name: found[name] for name in shared} == {name: expected[name] for name in shared}
