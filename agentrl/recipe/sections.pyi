@@ -286,7 +286,7 @@ class LossSection(TypedDict, total=False):
     r"""A trajectory whose tokens are less probable now than at sampling, by more nats a token than this in the mean, leaves the loss with its tokens of negative advantage (DeepSeek-V3.2). None: none does."""
     kl_coefficient: float
     r"""Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
-    kl_estimator: Literal["k2", "k3", "unbiased"] | Literal["k1_reward"]
+    kl_estimator: Literal["k2", "k3", "unbiased", "k1_reward"]
     r"""Estimate of that divergence: `k2`, whose gradient is that of KL(policy || reference) for tokens that the policy sampled; `k3` (GRPO), whose gradient is that of KL(reference || policy); `unbiased` (DeepSeek-V3.2), k3 weighed by the token's ratio; `k1_reward` (PPO for RLHF, RLOO, REINFORCE++), which the credit scheme sees: each turn's reward loses kl_coefficient times the sum over its tokens of (log-probability at sampling - the reference's). Metrics and records show the environment's own rewards."""
     entropy_coefficient: float
     r"""Weight of the entropy of the tokens' distributions, which is added to the objective: above 0 it keeps the policy random."""

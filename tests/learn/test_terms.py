@@ -385,5 +385,5 @@ def test_a_run_with_all_terms_resumes_bit_for_bit(tmp_path: Path) -> None:
     _, resumed = train(recipe(tmp_path, **given, run_dir=tmp_path / "again", train={"steps": 2}), folder)
     for found, expected in zip(map(repeatable, resumed), map(repeatable, rows), strict=True):
         shared = found.keys() & expected.keys()  # the shorter run evaluated at its end
-        assert len(shared) > 50
+        assert len(shared) > (50 if found["step"] else 20)
         assert {name: found[name] for name in shared} == {name: expected[name] for name in shared}
