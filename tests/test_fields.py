@@ -259,6 +259,12 @@ def words(text: str, tmp_path: Path) -> str:
         ("{loss_type: dapo}", "loss: dapo, with rollout.dynamic_sampling"),
         ("{policy_loss: {loss_mode: dppo_tv}}", "loss: dppo_tv"),
         ("{actor: {entropy_coeff: 0.1}}", "loss.entropy_coefficient"),
+        ("{actor: {use_kl_loss: true}}", "loss.kl_coefficient"),
+        ("{actor: {kl_loss_type: low_var_kl}}", "loss.kl_estimator: k3"),
+        ("{loss: {kl_coefficient: 0.1, kl_estimator: low_var_kl}}", "k3"),
+        ("{use_kl_in_reward: true}", "loss.kl_estimator: k1_reward"),
+        ("{loss: {sft_coef: 0.1}}", "loss.nll: {coefficient: 0.1}"),
+        ("{kl_cov_ratio: 0.002}", "loss.covariance: {rule: kl}"),
         ("{run_name: grpo}", "run_dir"),
         # a field's own name wins, wherever it stands
         ("{top_p: 1}", "rollout.top_p"),

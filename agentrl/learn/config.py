@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from agentrl.errors import ConfigError
-from agentrl.learn.loss import CovarianceRule, KLEstimator, MismatchLevel
+from agentrl.learn.loss import CovarianceRule, MismatchLevel
 from agentrl.learn.tokens import Aggregation, RatioUnit
 from agentrl.policy.config import Layout
 from agentrl.recipe import foreign_names
@@ -307,7 +307,7 @@ class LossConfig(BaseModel):
     loss with its tokens of negative advantage (DeepSeek-V3.2). None: none does."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
-    kl_estimator: KLEstimator | Literal["k1_reward"] = "k2"
+    kl_estimator: Literal["k2", "k3", "unbiased", "k1_reward"] = "k2"
     """Estimate of that divergence: `k2`, whose gradient is that of KL(policy || reference) for tokens that the policy
     sampled; `k3` (GRPO), whose gradient is that of KL(reference || policy); `unbiased` (DeepSeek-V3.2), k3 weighed by the
     token's ratio; `k1_reward` (PPO for RLHF, RLOO, REINFORCE++), which the credit scheme sees: each turn's reward loses

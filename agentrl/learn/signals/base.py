@@ -64,7 +64,7 @@ class SignalContext:
     scheme: CreditScheme
     """The scheme whose `requirements()` are measured."""
     loss_needs: frozenset[Need] = frozenset()
-    """What is measured for the loss beside them (`LossConfig.needs`)."""
+    """Signals that are measured for the loss beside them (`LossConfig.needs`)."""
     config: SignalsConfig
     policy: "Policy"
     """The weights in training."""

@@ -24,7 +24,7 @@ _FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Ratios and clipping", ("ratio/", "clip/", "first/", "kl/", "mismatch/", "moe/")),
     (
         "Learning",
-        ("loss", "entropy", "grad_norm", "learning_rate", "skipped_", "shortened_", "credit/", "critic/", "groups/"),
+        ("loss", "entropy", "nll", "grad_norm", "learning_rate", "skipped_", "shortened_", "credit/", "critic/", "groups/"),
     ),
     ("Staleness", ("staleness/",)),
     ("Episodes", ("episode/", "turn/", "tool/", "tools/")),
