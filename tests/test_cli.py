@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from agentrl.api.training import summary
 from agentrl.cli import main
+from agentrl.cli.entry import exits
 from agentrl.errors import ConfigError
 from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
@@ -514,6 +517,7 @@ class Interrupting:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupting)
 from agentrl.cli import main
+from agentrl.cli.entry import exits
 main(["fields"])
 """
 
@@ -712,3 +716,22 @@ def test_a_server_is_started_whatever_attention_trains_with(tmp_path: Path, monk
     with pytest.raises(SystemExit):
         main(["serve", str(path)])
     assert (built[0].model.attention, built[0].train.layout) == (None, "padded")
+
+
+@each("allocate", [lambda: torch.empty(2**55), lambda: bytearray(2**62), lambda: np.empty(2**55)])
+def test_memory_that_is_used_up_is_one_line_with_what_to_lower(
+    allocate: Callable[[], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    with pytest.raises(SystemExit) as end, exits(tmp_path):
+        allocate()
+    [line] = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert line.startswith("agentrl: out of memory (")
+    assert "Lower train.max_tokens_per_micro_batch, engine.max_batch_size or rollout.max_live_episodes" in line
+    assert line.endswith(f"resume with `agentrl train {tmp_path}`")
+
+
+def test_other_errors_of_torch_keep_their_traceback(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="must match"), exits(tmp_path):
+        torch.zeros(2) + torch.zeros(3)
