@@ -463,8 +463,11 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     }
 
     assert unsolved == ""  # no episode came to its end, and told success
+    progress = ["making a model and its tokenizer ...", "starting the engine (transformers) ..."]
+    progress += ["proving that engine and trainer agree ...", "playing 4 evaluation tasks ..."]
+    assert out.splitlines()[:4] == progress
     status, out, err = agentrl("eval", "run", "--json")
-    assert (status, err) == (0, "")
+    assert (status, err.splitlines()) == (0, progress)
     [evaluation], kept = json.loads(out)["evaluations"], json.loads(out)["rollouts"]
     low, high = evaluation["intervals"]["reward"]
     assert low <= evaluation["metrics"]["reward"] == rows[2]["eval/reward"] <= high
