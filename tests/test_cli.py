@@ -18,6 +18,7 @@ import yaml
 from agentrl.api.training import summary
 from agentrl.cli import main
 from agentrl.cli.entry import exits
+from agentrl.cli.serve import log_end
 from agentrl.errors import ConfigError
 from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
@@ -522,6 +523,7 @@ class Interrupting:
 sys.meta_path.insert(0, Interrupting)
 from agentrl.cli import main
 from agentrl.cli.entry import exits
+from agentrl.cli.serve import log_end
 main(["fields"])
 """
 
@@ -739,3 +741,12 @@ def test_memory_that_is_used_up_is_one_line_with_what_to_lower(
 def test_other_errors_of_torch_keep_their_traceback(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="must match"), exits(tmp_path):
         torch.zeros(2) + torch.zeros(3)
+
+
+def test_the_end_of_a_servers_log_is_what_ended_it(tmp_path: Path) -> None:
+    lines = ["INFO up", "(EngineCore pid=1) ERROR 11-28 [core.py:9] IndexError: index out of range in self"]
+    lines += ["INFO down"] * 400 + ["nanobind: leaked 4 instances!", ' - leaked type "a"']
+    (tmp_path / "server.log").write_text("\n".join(lines))
+    first, *rest = log_end(tmp_path / "server.log").splitlines()
+    assert first == lines[1]
+    assert rest[-1] == "INFO down"

@@ -60,10 +60,10 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         how = f"ended with status {status}"
         if status == -signal.SIGKILL:
             how = "was killed, perhaps for its memory"
-        raise EngineError(f"the server {how}; the end of its log:\n{_tail(Path(folder) / 'server.log')}")
+        raise EngineError(f"the server {how}; the end of its log:\n{log_end(Path(folder) / 'server.log')}")
 
 
-def _tail(path: Path) -> str:
+def log_end(path: Path) -> str:
     """Return the last errors of a log and its end, without what nanobind prints when Python ends."""
     log = path.read_text(encoding="utf-8", errors="replace").partition("nanobind: leaked")[0]
     errors = [line for line in log.splitlines() if re.search(r"ERROR.*(Error|Exception)\b", line)]
