@@ -358,7 +358,8 @@ class Learner:
         if update.num_updates and line_search.target is not None:
             measure = partial(self.measure, update.last.passes, update.last.anchors, version=update.version)
             line_search.backtrack(measure(), measure)
-        counts = {"skipped_minibatches": float(len(update.minibatches) - update.num_updates), **line_search.metrics()}
+        num_skipped = float(len(update.minibatches) - update.num_updates)
+        counts = {"updates": float(update.num_updates), "skipped_minibatches": num_skipped, **line_search.metrics()}
         stats = update.stats
         if not stats:  # no token was computed: there is nothing to average
             return counts

@@ -140,7 +140,6 @@ def _build(
     learner, signals, layout_warning = _build_trained(recipe, env, credit, loaded, renderer, accelerator)
     own = EvaluationEnv(name="", environments=pool.environments, tasks=env.tasks, has_tools=has_tools)
     warnings = [
-        *recipe.loss.warnings(staleness_bound=recipe.rollout.staleness_bound),
         *limits,
         lack,
         *(each.tasks.fewer_tasks_warning(recipe.evaluation.num_tasks) for each in others or (own,)),
