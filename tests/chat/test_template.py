@@ -8,6 +8,7 @@ import pytest
 from agentrl.chat import AutoConfig, ChatMLConfig, Dialogue, Renderer, TemplateConfig, TemplateRenderer
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer
+from agentrl.types import Message
 from tests.support.each import each
 from tests.support.families import family_tokenizer
 from tests.support.templates import PROMPTS_THOUGHT, QWEN, THINKS, THOUGHT, changed, tokenizer
@@ -343,8 +344,8 @@ def test_the_answer_to_a_malformed_call_is_rendered_by_every_template(name: str)
     made = family_tokenizer(name)
     renderer = TemplateRenderer(made, name=name)
     odd = {"id": "call_1", "type": "function", "function": {"name": "", "arguments": '{"name": look'}}
-    said = {"role": "assistant", "content": "", "tool_calls": [odd]}
-    answer = {"role": "tool", "tool_call_id": "call_1", "name": "look", "content": "That is no call."}
+    said: Message = {"role": "assistant", "content": "", "tool_calls": [odd]}
+    answer: Message = {"role": "tool", "tool_call_id": "call_1", "name": "look", "content": "That is no call."}
     text = made.decode(renderer.start([{"role": "user", "content": "Hello."}, said, answer], []))
     assert text.index('{"name": look') < text.index("That is no call.")
     extension = renderer.extend((), (), [answer])
