@@ -376,7 +376,7 @@ class LossConfig(BaseModel):
         if self.mismatch != "off" and self.anchor == "behavior":
             raise ValueError(
                 f"mismatch: {self.mismatch} corrects what anchor: behavior has in its ratio already; "
-                "set anchor: recomputed or sampled, or mismatch: off"
+                "set anchor: recomputed or sampled, or mismatch: 'off'"
             )
         return self
 
