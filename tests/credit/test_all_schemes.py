@@ -111,7 +111,7 @@ def test_the_built_in_schemes_are_installed() -> None:
     assert set(SCHEMES) >= {
         "uniform", "turn_return", "mt_grpo", "gigpo", "hgpo", "group_gae", "ecpo", "turn_gae", "bilevel_gae",
         "token_residual", "tree", "difference", "info_gain", "redistribute", "entropy_modulated", "distill", "hindsight",
-        "judge", "shuffled",
+        "judge", "shuffled", "crbc", "g2po", "graphgpo", "triage",
     }  # fmt: skip
 
 
@@ -233,6 +233,7 @@ def an_action_that_was_cut_off_and_never_carried_out_is_credited(name: str) -> N
 NOT_A_NUMBER = {
     "turn_gae": "values", "bilevel_gae": "values", "token_residual": "values", "distill": "teacher_logprobs",
     "hindsight": "hindsight_logprobs", "entropy_modulated": "entropies", "info_gain": "answer_logprobs", "judge": "turn_scores",
+    "triage": "turn_scores",
 }  # fmt: skip
 
 
