@@ -158,9 +158,10 @@ def test_the_types_of_sections_are_up_to_date() -> None:
     assert ast.dump(ast.parse(written)) == ast.dump(ast.parse(section_types())), "make fields"
 
 
-def test_the_page_of_algorithms_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_algorithms_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     main(["algorithms", "--markdown"])
-    assert (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8") == capsys.readouterr().out, "make fields"
+    page = (ROOT / "docs" / "ratio-units.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out in page, "copy what `agentrl algorithms --markdown` prints"
 
 
 @each("path", RECIPES)

@@ -33,7 +33,7 @@ _ENTROPY_LEFT = 0.1
 _FEW_SAMPLES, _FAR = 0.5, 0.03
 """Effective samples, and nats a token to the policy that sampled: found on runs that collapsed (docs/evidence.md)."""
 _MOVED = 0.3
-"""Nats a token that no step should move the policy by (chosen with benchmarks/detectors.py); healthy ones move it by .001 to .05."""
+"""Nats a token that no step should move the policy by (chosen with benchmarks/detectors.py); healthy: .001 to .05."""
 _SHORTENED = 0.75
 """Share of the updates that a bound shortens in every step of a run whose rate is too high for it."""
 _SUCCEEDED = 0.03
@@ -170,8 +170,8 @@ def _shortened(rows: Sequence[Row]) -> str | None:
         return None
     num, of = (int(sum(column)) for column in zip(*last, strict=True))
     return (
-        f"train.target_kl shortened {num} of {of} updates in {_STEPS} steps: each costs a pass more and goes a part of its way; "
-        f"lower train.learning_rate, now {rows[-1].get('learning_rate', 0.0):.2g}"
+        f"train.target_kl shortened {num} of {of} updates in {_STEPS} steps: each costs a further pass and goes a part "
+        f"of the way; lower train.learning_rate, now {rows[-1].get('learning_rate', 0.0):.2g}"
     )
 
 

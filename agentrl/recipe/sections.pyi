@@ -281,7 +281,7 @@ class LossSection(TypedDict, total=False):
     mismatch_limit: float
     r"""Largest weight (and, for `mask`, one over the smallest)."""
     mismatch_level: Literal["unit", "token", "product"]
-    r"""Tokens whose mismatch is corrected together: by the mean over the ratio's `unit`; each `token` by its own, whatever the unit; by the `product` over the unit, which is exact and far from 1 on long units."""
+    r"""Tokens whose mismatch is corrected together: by the mean over the ratio's `unit`; each `token` by its own; or by the `product` over the trajectory, which is exact and far from 1 on long ones. The latter two whatever the unit."""
     off_policy_limit: float | None
     r"""A trajectory whose tokens are less probable now than at sampling, by more nats a token than this in the mean, leaves the loss with its tokens of negative advantage (DeepSeek-V3.2). None: none does."""
     kl_coefficient: float
@@ -289,7 +289,7 @@ class LossSection(TypedDict, total=False):
     kl_estimator: Literal["k2", "k3", "unbiased", "k1_reward"]
     r"""Estimate of that divergence: `k2`, whose gradient is that of KL(policy || reference) for tokens that the policy sampled; `k3` (GRPO), whose gradient is that of KL(reference || policy); `unbiased` (DeepSeek-V3.2), k3 weighed by the token's ratio; `k1_reward` (PPO for RLHF, RLOO, REINFORCE++), which the credit scheme sees: each turn's reward loses kl_coefficient times the sum over its tokens of (log-probability at sampling - the reference's). Metrics and records show the environment's own rewards."""
     entropy_coefficient: float
-    r"""Weight of the entropy of the tokens' distributions, which is added to the objective: above 0 it keeps the policy random."""
+    r"""Weight of the entropy of the tokens' distributions, averaged as `aggregation` says, which is added to the objective: above 0 it keeps the policy random."""
     covariance: CovarianceSection | Mapping[str, Any] | BaseModel | None
     r"""Restraint on the tokens that lower the entropy most (Clip-Cov, KL-Cov). None: there is none."""
     nll: NLLSection | Mapping[str, Any] | BaseModel | None

@@ -258,7 +258,7 @@ def test_a_term_adds_its_gradient_and_no_split_changes_it(name: str) -> None:
     assert split.loss == pytest.approx(whole.loss, rel=1e-12)
     whole.learner.state.optimizer.zero_grad()
     term = plain_term(name, whole)
-    term.backward()  # type: ignore[no-untyped-call]
+    term.backward()
     added = gradient_of(whole.learner)
     assert added.norm() > 1e-3
     torch.testing.assert_close(whole.gradient - plain.gradient, added, rtol=1e-6, atol=1e-9)
