@@ -209,7 +209,8 @@ class CovarianceConfig(BaseModel):
     band: tuple[float, float] = (1.0, 5.0)
     """Covariances, (advantage - mean) times (log-probability at sampling - mean), between which `clip` draws."""
     coefficient: Positive = 1.0
-    """Weight of the penalty of `kl`."""
+    """Weight of the penalty of `kl`. With `anchor: behavior` the engine's rounding decides its sign for tokens that have not
+    moved; `anchor: recomputed` keeps that out."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -284,7 +284,10 @@ class Learner:
         self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int
     ) -> StepUpdate:
         """Draw and plan the minibatches of a step, and compute their anchors and the state before its updates."""
-        minibatches = self.draw(groups, credits, version=version)
+        minibatches = [
+            minibatch._replace(seed=derive_seed(self._seed, "minibatch", version, number))
+            for number, minibatch in enumerate(self.draw(groups, credits, version=version))
+        ]
         plans = [self.plan(minibatch) for minibatch in minibatches]
         anchors = self._anchor_states(minibatches, plans, version=version)
         known_versions = frozenset({version, *self.kept.versions})
@@ -393,12 +396,8 @@ class Learner:
             rng=np.random.default_rng(derive_seed(self._seed, "minibatches", version)),
         )
         return [
-            CreditedMinibatch(
-                [trained[i][1:] for i in (*computed, *counted)],
-                len(computed),
-                derive_seed(self._seed, "minibatch", version, number),
-            )
-            for number, (computed, counted) in enumerate(drawn)
+            CreditedMinibatch([trained[i][1:] for i in (*computed, *counted)], len(computed))
+            for computed, counted in drawn
         ]
 
     def plan(self, minibatch: CreditedMinibatch) -> list[TrainingPass]:

@@ -233,7 +233,7 @@ class CovarianceSection(TypedDict, total=False):
     band: Sequence[float]
     r"""Covariances, (advantage - mean) times (log-probability at sampling - mean), between which `clip` draws."""
     coefficient: float
-    r"""Weight of the penalty of `kl`."""
+    r"""Weight of the penalty of `kl`. With `anchor: behavior` the engine's rounding decides its sign for tokens that have not moved; `anchor: recomputed` keeps that out."""
 
 class NLLSection(TypedDict, total=False):
     """Imitation beside reinforcement learning: -log pi of tokens, weighed among themselves as `loss.aggregation` says."""

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from agentrl import Credit, Trajectory, TrajectoryGroup
-from agentrl.chat import TurnTokens
 from agentrl.errors import ConfigError
 from agentrl.learn.config import LossConfig
 from agentrl.learn.learner import CreditedMinibatch, Learner
 from agentrl.learn.loss import covariance_penalty, nll_loss, select_by_covariance
 from agentrl.learn.metrics import update_metrics
 from agentrl.learn.rewarding import kl_metrics, subtract_kl
-from agentrl.rollout.demonstrations import Demonstration
 from agentrl.types import StopReason
 from tests.support.each import each
 from tests.support.hugging_face import hugging_face_folder
@@ -30,7 +28,7 @@ from tests.support.learners import make_learner
 from tests.support.ratio_batches import close, f64
 from tests.support.run_files import repeatable
 from tests.support.runs import recipe, train
-from tests.support.trajectories import some_groups
+from tests.support.trajectories import some_demonstrations, some_groups
 
 RNG = np.random.default_rng(3)
 
@@ -142,17 +140,7 @@ def prepared_groups() -> list[TrajectoryGroup]:
 
 GROUPS = prepared_groups()
 CREDITS = [[Credit.from_tokens(t, RNG.normal(size=t.num_action_tokens)) for t in g.trajectories] for g in GROUPS]
-DEMONSTRATIONS = [
-    Demonstration(
-        turns=tuple(
-            TurnTokens(observation_ids=turn.observation_ids, extends=turn.extends, action_ids=turn.action_ids)
-            for turn in t.turns
-        ),
-        is_over=True,
-    )
-    for group in some_groups([2, 3], seed=8)
-    for t in group.trajectories
-]
+DEMONSTRATIONS = some_demonstrations(5)
 BASE: dict[str, Any] = {"unit": "token", "trust": "none", "aggregation": "trajectory-mean"}
 CLIP = {"rule": "clip", "share": 0.2, "band": [0.0, 9.0]}
 KL = {"rule": "kl", "share": 0.3, "coefficient": 0.7}

@@ -28,6 +28,7 @@ _FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "loss",
             "entropy",
             "nll",
+            "updates",
             "grad_norm",
             "learning_rate",
             "skipped_",
