@@ -104,7 +104,7 @@ def _disk_words(error: OSError, *, resume_command: str | None) -> str | None:
 
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "can't start new thread")
-"""What torch raises as a RuntimeError: on a GPU, on a CPU; and Python, where a thread's stack finds no room."""
+"""Messages of a RuntimeError for lack of memory: of torch on a GPU, on a CPU, and of Python, for a thread's stack."""
 
 
 def _memory_words(error: Exception, *, resume_command: str | None) -> str | None:
