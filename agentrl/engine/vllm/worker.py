@@ -51,7 +51,7 @@ class WorkerExtension:
                 generator = runner.requests[new.req_id].generator
                 drawn = (getattr(new.sampling_params, "extra_args", None) or {}).get(DRAWN)
                 # An error here would end the server, and a huge number its memory.
-                if generator is not None and isinstance(drawn, int) and 0 < drawn <= len(new.prompt_token_ids):
+                if generator is not None and isinstance(drawn, int) and 0 < drawn <= len(new.prompt_token_ids or ()):
                     torch.randint(0, 2**31, (drawn,), generator=generator, dtype=torch.long)
             return result
 
