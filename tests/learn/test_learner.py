@@ -10,7 +10,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
-from weakref import ref
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl import Credit, StopReason, Trajectory, TrajectoryGroup, Turn
@@ -160,8 +158,8 @@ def test_minibatches_are_drawn_again_for_every_version() -> None:
 class ComputesAll(Learner):
     """Lays out what has no advantage as well."""
 
-    def plan(self, minibatch: CreditedMinibatch) -> list[TrainingPass]:
-        return super().plan(minibatch._replace(num_computed=len(minibatch.pairs)))
+    def plan(self, minibatch: CreditedMinibatch, *, share: float | None = None) -> list[TrainingPass]:
+        return super().plan(minibatch._replace(num_computed=len(minibatch.pairs)), share=share)
 
 
 @each("aggregation", ["trajectory-mean", "turn-mean", "token-mean"])
@@ -549,7 +547,11 @@ def sampled_by(learner: Learner, trajectory: Trajectory, *, noise: float) -> Tra
 
 
 @each("anchor", ["behavior", "recomputed", "sampled"])
-def test_what_is_stale_is_no_movement_of_the_step(anchor: Literal["behavior", "recomputed", "sampled"]) -> None:
+def test_what_is_stale_is_no_movement_of_the_step(
+    anchor: Literal["behavior", "recomputed", "sampled"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.learn.learner.SAMPLED_SHARE", 1.0)
+
     def updated(noise: float, *, num_minibatches: int = 3) -> dict[str, float]:
         """Update on groups of which one trajectory each is stale."""
         loss = LossConfig(trust="token", anchor=anchor)
@@ -577,22 +579,15 @@ def test_an_update_is_halved_until_the_policy_is_within_reach_or_taken_back() ->
     learner = make_learner()
     before = weights(learner)
 
-    def tally(share: float) -> MinibatchStats:
-        return make_tally(moved_T=[share])
-
     for needed, left in ((0, 1.0), (2, 0.25), (99, 0.0)):
         reach = KLLineSearch(learner.state, target=1e-3)
-        assert not reach.backtrack(
-            tally(9.0), lambda: tally(9.0)
-        )  # what is there before the first update is no movement
-        reach = KLLineSearch(learner.state, target=1e-3)
-        reach.backtrack(tally(0.0), lambda: tally(0.0))
+        assert not reach.backtrack(9.0, lambda: 9.0)  # before the first update there is nothing to shorten
         reach.keep_weights()
         with torch.no_grad():
             for parameter in learner.state.policy.parameters():
                 parameter.add_(1.0)
-        shown = iter([*[tally(1.0)] * (needed - 1), *[tally(0.0)] * 9] if needed < 99 else [tally(1.0)] * 99)
-        assert reach.backtrack(tally(1.0 if needed else 0.0), partial(next, shown)) == (needed > 0)
+        shown = iter([*[1.0] * (needed - 1), *[0.0] * 9] if needed < 99 else [1.0] * 99)
+        assert reach.backtrack(1.0 if needed else 0.0, partial(next, shown)) == (needed > 0)
         torch.testing.assert_close(weights(learner), before + left)
         assert reach.metrics() == {"shortened_updates": float(needed > 0)}
         with torch.no_grad():
@@ -602,13 +597,11 @@ def test_an_update_is_halved_until_the_policy_is_within_reach_or_taken_back() ->
 
 def test_an_update_that_two_minibatches_look_at_is_counted_once() -> None:
     learner = make_learner()
-    far, near = make_tally(moved_T=[1.0]), make_tally(moved_T=[0.0])
     reach = KLLineSearch(learner.state, target=1e-3)
-    reach.backtrack(near, lambda: near)
     for num_shortened in (1, 2):
         reach.keep_weights()
-        assert reach.backtrack(far, lambda: near)
-        assert reach.backtrack(far, lambda: near)  # of a minibatch that follows one without an update
+        assert reach.backtrack(1.0, lambda: 0.0)
+        assert reach.backtrack(1.0, lambda: 0.0)  # of a minibatch that follows one without an update
         assert reach.metrics() == {"shortened_updates": num_shortened}
 
 
@@ -634,22 +627,20 @@ def test_the_rate_that_is_told_is_that_of_the_last_update(monkeypatch: pytest.Mo
     assert metrics["learning_rate"] == rates[-1]
 
 
-def test_weights_before_an_update_are_let_go_before_those_of_the_next_are_copied() -> None:
-    class Living(TorchDispatchMode):
-        """Counts the earlier copies that are alive whenever something is copied."""
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.clone.default:
-                counted.append(sum(earlier() is not None for earlier in copies))
-            return func(*args, **(kwargs or {}))
-
-    reach = KLLineSearch(make_learner().state, target=1e-3)
+def test_weights_before_an_update_take_the_place_of_those_before_the_last_one() -> None:
+    learner = make_learner()
+    reach = KLLineSearch(learner.state, target=1e-3)
     reach.keep_weights()
-    copies, counted = [ref(weight) for weight in reach._before or ()], list[int]()
-    with Living():
-        reach.keep_weights()
-    assert counted == [0] * len(copies)
-    assert len(copies) > 0
+    first = [kept.data_ptr() for kept in reach._before or ()]
+    with torch.no_grad():
+        for parameter in learner.state.policy.parameters():
+            parameter.add_(1.0)
+    reach.keep_weights()
+    second = reach._before or []
+    assert [kept.data_ptr() for kept in second] == first
+    for kept, parameter in zip(second, learner.state.policy.parameters(), strict=True):
+        assert kept.device.type == "cpu"
+        assert torch.equal(kept, parameter)
 
 
 def test_the_divergence_of_a_minibatch_is_that_of_schulman() -> None:
