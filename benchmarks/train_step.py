@@ -56,6 +56,7 @@ from agentrl.policy.layout import choose_layout
 from agentrl.policy.layout.tree import plan_tree
 from agentrl.policy.model import Policy
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
+from benchmarks.result_lines import fields_block
 from tests.support.qwen3 import config_of
 
 LOSS: dict[str, Any] = {"algorithm": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4}
@@ -518,6 +519,8 @@ def main() -> None:
             assert found["gradient_gap"] < bound, f"the gradients differ by {found['gradient_gap']:.1e} of their norm"
             figures.append({"name": name, "device": device, "row": asdict(row), **found})
     print(json.dumps(figures))
+    train = TRAIN if options.bound is None else TRAIN | {"target_kl": options.bound}
+    print(fields_block({"loss": LOSS, "train": train}, sections=["loss", "train"]))
 
 
 if __name__ == "__main__":
