@@ -648,3 +648,51 @@ def test_the_divergence_of_a_minibatch_is_that_of_schulman() -> None:
     expected = ((math.exp(0.5) - 1 - 0.5) + (math.exp(-1.0) - 1 + 1.0)) / 3
     assert divergence(tally) == pytest.approx(expected, rel=1e-12)
     assert divergence(MinibatchStats()) == 0
+
+
+def action_logprobs(model: Any, trajectory: Trajectory) -> torch.Tensor:
+    """Return the log-probabilities of all action tokens: (T,)."""
+    found = []
+    for turn, context_ids in zip(trajectory.turns, contexts(trajectory), strict=True):
+        logits = model(torch.tensor([[*context_ids, *turn.action_ids]])).logits[0, len(context_ids) - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(turn.action_ids)[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@each("anchor", ["behavior", "recomputed"])
+def test_two_epochs_equal_a_plain_loop_over_their_minibatches(anchor: Literal["behavior", "recomputed"]) -> None:
+    loss = LossConfig(unit="token", trust="fixed", clip_low=0.2, clip_high=0.3, anchor=anchor)
+    learner = make_learner(
+        loss=loss, is_double=True, num_minibatches=2, epochs=2, learning_rate=1e-3, schedule="linear", steps=2
+    )
+    model = copy.deepcopy(learner.state.policy.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    everyone = [t for group in GROUPS for t in group.trajectories]
+    with torch.no_grad():  # before the first of all updates
+        before = {t.trajectory_id: action_logprobs(model, t) for t in everyone}
+    drawn = [learner.draw(GROUPS, CREDITS, version=1, epoch=epoch) for epoch in (0, 1)]
+    members = [[{t.trajectory_id for t, _ in minibatch.pairs} for minibatch in of_epoch] for of_epoch in drawn]
+    assert members[0] not in (members[1], members[1][::-1])
+    assert [len(first | second) for first, second in members] == [12, 12]
+    losses = []
+    for number, minibatch in enumerate(chain(*drawn)):
+        total = torch.zeros((), dtype=torch.float64)
+        for t, credit in minibatch.pairs:
+            behavior_T = torch.tensor([p for turn in t.turns for p in turn.behavior_logprobs], dtype=torch.float64)
+            anchor_T = behavior_T if anchor == "behavior" else before[t.trajectory_id]
+            ratio_T, advantage_T = (action_logprobs(model, t) - anchor_T).exp(), torch.tensor(credit.advantages_T)
+            term_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(0.8, 1.3) * advantage_T)
+            total = total - term_T.mean() / len(minibatch.pairs)
+        optimizer.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - number / 8)  # eight minibatches in the run's two steps
+        optimizer.step()
+        losses.append(total.item())
+    metrics = learner.update(GROUPS, CREDITS, version=1)
+    assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert metrics["skipped_minibatches"] == 0
+    assert learner.state.schedule.last_epoch == 4
+    expected = torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
+    # Adam moves by the gradient's sign in its first step, also where the gradient is a rounding error.
+    assert ((weights(learner) - expected).abs() < 1e-8).double().mean() > 0.999
