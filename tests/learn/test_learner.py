@@ -535,14 +535,16 @@ def test_a_step_moves_the_policy_no_further_than_its_target() -> None:
     assert 0 < (weights(near) - start).norm() < (weights(far) - start).norm() / 2
 
 
-def sampled_by(learner: Learner, trajectory: Trajectory, *, noise: float) -> Trajectory:
+def sampled_by(
+    learner: Learner, trajectory: Trajectory, *, noise: float = 0.0, version: int | None = None
+) -> Trajectory:
     """The same tokens as the policy would sample them; with noise, as another one of the version before would."""
     rng, turns = np.random.default_rng(0), []
     for turn, context_ids in zip(trajectory.turns, contexts(trajectory), strict=True):
         own_T = learner.logprobs(context_ids, turn.action_ids).numpy()
         behavior_T = own_T + noise * rng.normal(size=len(own_T))
-        version = 0 if noise else 1
-        turns.append(replace(turn, behavior_logprobs=tuple(behavior_T.tolist()), versions=(version,) * len(own_T)))
+        its_own = version if version is not None else 0 if noise else 1
+        turns.append(replace(turn, behavior_logprobs=tuple(behavior_T.tolist()), versions=(its_own,) * len(own_T)))
     return replace(trajectory, turns=tuple(turns))
 
 
@@ -641,6 +643,48 @@ def test_weights_before_an_update_take_the_place_of_those_before_the_last_one() 
     for kept, parameter in zip(second, learner.state.policy.parameters(), strict=True):
         assert kept.device.type == "cpu"
         assert torch.equal(kept, parameter)
+
+
+@each("version", [0, 1])
+def test_each_update_is_measured_at_tokens_whose_log_probabilities_before_the_step_are_known(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all tokens fresh, or all of them stale."""
+    learner = make_learner(is_double=True, num_minibatches=2, target_kl=1e3, max_tokens_per_micro_batch=60)
+    groups = [replace(g, trajectories=tuple(sampled_by(learner, t, version=0) for t in g.trajectories)) for g in GROUPS]
+    monkeypatch.setattr(learner_module, "SAMPLED_SHARE", 1.0)
+    first, second = ([t for t, _ in each.pairs] for each in learner.draw(groups, CREDITS, version=version))
+    model = learner.state.policy.model
+    with torch.no_grad():
+        before = {t.trajectory_id: action_logprobs(model, t) for t in first + second}
+    found, expected = list[float](), list[float]()
+
+    def compare(self: KLLineSearch, divergence: float, measure: Callable[[], float]) -> bool:
+        with torch.no_grad():
+            moved = [action_logprobs(model, t) - before[t.trajectory_id] for t in (first if found else second)]
+        expected.append(float((torch.cat(moved).expm1() - torch.cat(moved)).mean()))
+        found.extend([divergence])
+        assert measure() == pytest.approx(divergence, rel=1e-9)
+        return False
+
+    monkeypatch.setattr(KLLineSearch, "backtrack", compare)
+    learner.update(groups, CREDITS, version=version)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert len(found) == 2
+    assert min(found) > 1e-6
+
+
+def test_the_last_update_is_measured_at_an_eighth_of_the_tokens_and_without_a_pass_before_it() -> None:
+    groups = some_groups([16])
+    credits = [[Credit.uniform(t, 1.0 if n % 2 else -1.0) for n, t in enumerate(groups[0].trajectories)]]
+    passes: dict[bool, list[int]] = {}
+    for is_bounded in (False, True):
+        learner = make_learner(num_minibatches=1, layout="packed", target_kl=1e3 if is_bounded else None)
+        seen = passes.setdefault(is_bounded, [])
+        learner.state.policy.register_forward_hook(lambda _, args, __, seen=seen: seen.append(args[0].ids_BL.numel()))
+        learner.update(groups, credits, version=1)
+    assert passes[True][:-1] == passes[False]
+    assert 0 < passes[True][-1] <= sum(passes[False]) / 8
 
 
 def test_the_divergence_of_a_minibatch_is_that_of_schulman() -> None:
