@@ -181,14 +181,14 @@ class Planner:
     ) -> list[list[PassTokens]]:
         """Return the passes of each rank over a sample of the trajectories.
 
-        The sample is the first ones that together compute no more tokens than a share of what all do, at least one; each is
-        on the rank to which `assign` gives it.
+        The sample is the first ones that together compute no more tokens than a share of what all do on a single rank, at
+        least one; each is on the rank to which `assign` gives it.
         """
         plan = _Plan(tokens, self)
         read = [i for i in trajectories if plan.members[i]]
+        (alone,) = plan.shares(read, 1)
+        chosen = set(read[: plan.num_fitting([[i] for i in read], int(share * sum(map(plan.size, alone))))])
         shares = plan.shares(read, num_processes)
-        budget = int(share * sum(plan.size(of) for of in chain(*shares)))
-        chosen = set(read[: plan.num_fitting([[i] for i in read], budget)])
         return plan.passes([plan.fill([[i] for of in own for i in of if i in chosen]) for own in shares])
 
     def lay_out(self, tokens: PassTokens) -> MicroBatch:
