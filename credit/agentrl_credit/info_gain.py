@@ -57,9 +57,10 @@ class InfoGain(Comparison):
 
     def _by_turn(self, turns: Turns, gains_N: Array) -> Array:
         num_gains_N = turns.lengths_M[turns.owner_N] - 1 - turns.index_N
-        gains_N = self._norm(gains_N, turns.cells(turns.index_N, num_gains_N > 0))  # the last turn has none to compare
+        gains_N = self._norm(gains_N, turns.cells(turns.index_N, np.minimum(num_gains_N, 1)))  # the last turn has none
         sums_N = turns.returns_to_go(gamma=self.gamma, rewards_N=gains_N)
-        return self.info_weight * sums_N / np.sqrt(np.maximum(num_gains_N, 1))
+        scaled_N: Array = self.info_weight * sums_N / np.sqrt(np.maximum(num_gains_N, 1))
+        return scaled_N
 
     def _norm(self, values_N: Array, cells_N: Ints) -> Array:
         return group_normalize(values_N, cells_N, ddof=self.ddof, eps=self.eps)

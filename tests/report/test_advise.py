@@ -86,7 +86,7 @@ def test_the_nearest_task_decides() -> None:
 
 
 def test_the_recipe_has_the_options_with_which_the_scheme_was_compared() -> None:
-    gains = {"action_values, gamma 1": (0.3, 0.03), "turn_return": (0.0, 0.01)}
+    gains = {"action_values": (0.3, 0.03), "turn_return": (0.0, 0.01)}
     tasks = [Task(name="one", seeds=9, profile=SHOWN, gains=gains)]
     assert advise(SHOWN, tasks).line == "credit: {scheme: action_values, gamma: 1.0, lam: 0.5}"
     for name in {name for task in read_map() for name in task.gains} | {"uniform"}:
