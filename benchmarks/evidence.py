@@ -242,13 +242,13 @@ def figures(rows: Sequence[dict[str, float]]) -> Result:
     return {"at": [int(row["step"]) for row in evaluated], "curve": curve, "steps": steps}
 
 
-def read_results(out: Path) -> dict[Job, Result]:
-    """Return the results under today's settings."""
+def read_results(out: Path, *, is_any: bool = False) -> dict[Job, Result]:
+    """Return the results under today's settings; with `is_any` the last of each run, whatever the recipes were then."""
     found = {Job(**{name: r.get(name, "plain") for name in Job._fields}): r for r in read_lines(out)}
     return {
         job: result
         for job, result in found.items()
-        if job.env in SETTINGS and job.ratio in RATIOS and result["settings"] == fingerprint(job)
+        if job.env in SETTINGS and job.ratio in RATIOS and (is_any or result["settings"] == fingerprint(job))
     }
 
 
@@ -444,7 +444,7 @@ def main() -> None:
         Job(env, ratio, credit, max(options.rates), 0, train)
         for env, ratio, credit, train in product(options.envs, options.ratios, options.credits, options.trains)
     ]
-    known = read_results(options.out)
+    known = read_results(options.out, is_any=options.part == "tell")
     seeds: Sequence[int]
     match options.part:
         case "cures":
