@@ -59,7 +59,6 @@ CELLS: dict[str, Cell] = {
     "keys aliased": replace(BASE, aliased=True),
     "paid by turn": replace(BASE, paid="turn"),
     "paid by turn, horizon 4": replace(BASE, paid="turn", horizon=4),
-    "paid by turn, horizon 4, noise 0": replace(BASE, paid="turn", horizon=4, noise=0),
 }
 
 
