@@ -1,14 +1,19 @@
 """Which scheme suits what rollouts show."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
-from agentrl import TrajectoryGroup
+from agentrl import Credit, TrajectoryGroup
+from agentrl.api.target import load
+from agentrl.cli import main
 from agentrl.credit import load_credit
 from agentrl.report.advise import COMPARED, Advice, RunProfile, Task, advise, read_map, show
+from agentrl.report.folder import RunFolder
+from agentrl.report.records import records
 from agentrl.testing import make_group
 from tests.support.tabular import BASE, SCHEMES, Row
 
@@ -133,3 +138,16 @@ def test_the_map_that_comes_along_knows_tasks_and_installed_schemes() -> None:
     assert len({task.name for task in tasks}) == len(tasks) >= 1
     assert all(set(task.gains) < set(COMPARED) and task.seeds >= 100 for task in tasks)
     assert all(task.name in advise(task.profile, tasks).why for task in tasks)
+
+
+def test_a_run_of_an_environment_that_has_a_recipe_gets_its_credit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder.create(tmp_path / "run", load("calculator")[0].model_dump(mode="json"))
+    unlike = make_group([[1.0], [0.0]] * 100)  # any task on which schemes were compared
+    credits = [Credit.uniform(trajectory, 1.0) for trajectory in unlike.trajectories]
+    run.add_rollouts(1, records([unlike], [credits], step=1, piece=str))
+    main(["credit", "advise", str(run.path)])
+    out = capsys.readouterr().out
+    assert "\ncredit: {scheme: turn_return, baseline: turn, leave_one_out: false, gamma: 0.5, normalize: std}\n" in out
+    assert "The recipe that comes along for this environment has it; no task on which schemes were compared" in out
