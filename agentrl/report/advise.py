@@ -178,7 +178,7 @@ class Advice(NamedTuple):
     """A scheme with its fields, and why."""
 
     section: Mapping[str, Any]
-    """What a recipe has under `credit:`."""
+    """Section `credit` of a recipe."""
     why: str
 
     @property
