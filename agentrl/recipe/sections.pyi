@@ -306,6 +306,8 @@ class TrainSection(TypedDict, total=False):
     r"""Rounds of collecting and updating."""
     num_minibatches: int
     r"""Parts into which each step's rollouts are drawn (the GSPO paper's four): an optimizer update for each that has a gradient."""
+    epochs: int
+    r"""Times that a step goes over its rollouts (PPO's epochs), each time in `num_minibatches` minibatches of its own. Ratios compare with the policy before the first of them; with `loss.anchor: recomputed` or `sampled` every epoch takes a forward pass more."""
     max_tokens_per_micro_batch: int
     r"""Most tokens in one forward and backward pass, padding included; a token that rows share counts once. A longer trajectory is a pass of its own."""
     layout: Literal["auto"] | Literal["tree", "packed", "padded"]
@@ -317,7 +319,7 @@ class TrainSection(TypedDict, total=False):
     warmup_minibatches: int
     r"""Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is then at the same point of each step in any run, and ends with it."""
     target_kl: float | None
-    r"""Largest KL divergence of a step, in nats a token: an update that exceeds it, at the tokens of the next minibatch (the last update: of the last one), is halved until it does not. None: no bound. The metric `kl/step` is the largest divergence that minibatches showed, before the last update: 0 with one minibatch. If tokens are stale, all minibatches but the first take a forward pass more."""
+    r"""Largest KL divergence of a step, in nats a token: an update that exceeds it, at the tokens of the next minibatch, is halved until it does not. None: no bound. The last update is measured at a sample of the first minibatch, an eighth of the step's tokens; if tokens are stale and `loss.anchor` is `behavior`, the others at an eighth of the next minibatch. The metric `kl/step` is the largest divergence before the last update: 0 with one minibatch."""
     ess_scaling: bool
     r"""Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small if few trajectories outweigh the rest, as among stale ones (VCPO)."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
