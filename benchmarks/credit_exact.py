@@ -54,7 +54,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "group_gae, lam .5": {"scheme": "group_gae", "lam": 0.5},
     "action_values, lam 1": {"scheme": "action_values", "gamma": 1.0, "lam": 1.0},
     "action_values, lam .5": {"scheme": "action_values", "gamma": 1.0, "lam": 0.5},
-    "action_values, gamma .8, lam .5": {"scheme": "action_values"},
+    "action_values, gamma .8, lam .5": {"scheme": "action_values", "gamma": 0.8, "lam": 0.5},
     "action_values, lam 0": {"scheme": "action_values", "gamma": 1.0, "lam": 0.0},
     "ecpo": {"scheme": "ecpo", "gamma": 1.0},
     "crbc": {"scheme": "crbc"},

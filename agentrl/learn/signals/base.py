@@ -79,7 +79,7 @@ class SignalContext:
     history: HistoryConfig
     """Part of earlier turns that the rollouts' contexts show."""
     temperature: float
-    """Temperature of the rollouts, and of all log-probabilities and entropies."""
+    """Temperature of the rollouts, and of all log-probabilities."""
     max_tokens: int
     """Budget of a micro-batch."""
     is_sharded: bool
