@@ -164,7 +164,7 @@ def _moved(row: Row) -> str | None:
 
 
 def _shortened(rows: Sequence[Row]) -> str | None:
-    """Detect updates that `train.target_kl` shortens all the time; not if tokens are stale, where healthy runs are shortened."""
+    """Detect updates that `train.target_kl` always shortens; not if tokens are stale: there healthy runs are shortened."""
     if any(row.get("staleness/max", 0.0) > 0 for row in rows[-_STEPS:]):
         return None
     last = [(row.get("shortened_updates", 0.0), row.get("updates", 0.0)) for row in rows[-_STEPS:]]
