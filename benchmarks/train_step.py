@@ -457,7 +457,7 @@ def measure_bound(task: Task, bound: float) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--rows", nargs="+", choices=list(ROWS), default=[name for name, row in ROWS.items() if row.size is None]
@@ -470,7 +470,11 @@ def main() -> None:
     parser.add_argument("--gradient_checkpointing", action="store_true", help="TRL's, as by default")
     parser.add_argument("--quick", action="store_true", help="one small row, to see that it works")
     parser.add_argument("--bound", type=float, help="measure the cost of this train.target_kl, in place of TRL")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
     if options.bound is None:
         try:
             import_module("trl")
@@ -480,6 +484,7 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     rows = QUICK if options.quick else {name: ROWS[name] for name in options.rows}
     figures: list[Any] = []
+    trained: list[dict[str, Any]] = []
     header = (
         f"{'row':>16} {'device':>6} {'loss gap':>8} {'gradient':>8} {'TRL s':>7} {'agentrl':>7} {'faster':>6} {'(aim)':>6}"
         f" {'TRL MiB':>7} {'agentrl':>7} {'leaner':>6} {'(aim)':>6} {'planning':>8}"
@@ -503,6 +508,9 @@ def main() -> None:
                     loss=LOSS,
                     train=TRAIN,
                 )
+                train = TRAIN | {"max_tokens_per_micro_batch": task.max_tokens, "target_kl": options.bound}
+                if train not in trained:
+                    trained.append(train)
                 if options.bound is not None:
                     figures += measure_bound(task, options.bound)
                     continue
@@ -519,8 +527,8 @@ def main() -> None:
             assert found["gradient_gap"] < bound, f"the gradients differ by {found['gradient_gap']:.1e} of their norm"
             figures.append({"name": name, "device": device, "row": asdict(row), **found})
     print(json.dumps(figures))
-    train = TRAIN if options.bound is None else TRAIN | {"target_kl": options.bound}
-    print(fields_block({"loss": LOSS, "train": train}, sections=["loss", "train"]))
+    for train in trained:
+        print(fields_block({"loss": LOSS, "train": train}, sections=["loss", "train"]))
 
 
 if __name__ == "__main__":

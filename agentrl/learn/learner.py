@@ -323,11 +323,10 @@ class Learner:
         self.diagnostics = TokenDiagnostics()
         first_experts = self._first_experts(minibatches[0]) if self._is_routed and plans[0] else None
         demonstrations = [self.plan_demonstrations(minibatch) for minibatch in minibatches]
+        parts = zip(minibatches, plans, anchors, demonstrations, strict=True)
         return StepUpdate(
             version=version,
-            minibatches=[
-                PlannedMinibatch(*parts) for parts in zip(minibatches, plans, anchors, demonstrations, strict=True)
-            ],
+            minibatches=[PlannedMinibatch(*of_minibatch) for of_minibatch in parts],
             known_versions=known_versions,
             line_search=KLLineSearch(self.state, target=self._config.target_kl),
             first_experts=first_experts,
