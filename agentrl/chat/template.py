@@ -28,7 +28,6 @@ from agentrl.data.files import absolute
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
-
 ToolForm = Literal["hermes", "json"]
 """Forms in which tools are offered to a template that knows none."""
 

@@ -120,7 +120,7 @@ class Conversation:
     is slow, and change no state: any thread may call them. Everything else belongs on the event loop.
 
     An action interrupted by a pause of the engine is continued; each token keeps the version that sampled it. An action
-    cut off by a limit is never executed.
+    cut off by a limit is not executed, unless that is the limit of a turn and `config.cut_off` is `act`.
     """
 
     def __init__(
@@ -215,13 +215,15 @@ class Conversation:
             self.end = End(reason=StopReason.MAX_TOKENS, truncated=True)
             return None
         self._record.check_observation(len(self.turns), dialogue.observation)
-        completion = await self._sample(dialogue, min(config.max_turn_tokens, budget, room))
+        limit = min(config.max_turn_tokens, budget, room)
+        completion = await self._sample(dialogue, limit)
         self._message = message = self.context.renderer.parse(
             completion.token_ids, dialogue.context_ids, dialogue.tools
         )
-        if completion.finish_reason is FinishReason.STOP:
+        may_act = config.cut_off == "act" and limit < min(budget, room)
+        if completion.finish_reason is FinishReason.STOP or may_act:
             return message
-        is_full = room <= min(config.max_turn_tokens, budget)
+        is_full = room <= limit
         reason = StopReason.CONTEXT_OVERFLOW if is_full else StopReason.MAX_TOKENS
         self.record_outcome(End(reason=reason, truncated=True), Outcome())
         return None

@@ -37,6 +37,16 @@ class Interrupted(ScriptedEngine):
         return Completion(token_ids=(40, 41), logprobs=(-1.0,) * 2, versions=(0, 0), finish_reason=FinishReason.ABORTED)
 
 
+class Chatty(ScriptedEngine):
+    """Never comes to an end of its own."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        num = sampling.max_tokens
+        return Completion(
+            token_ids=(40,) * num, logprobs=(-1.0,) * num, versions=(0,) * num, finish_reason=FinishReason.LENGTH
+        )
+
+
 def user(text: str) -> tuple[Message, ...]:
     return ({"role": "user", "content": text},)
 
@@ -97,6 +107,18 @@ def test_limits_end_it_whoever_drives(chatml: ChatMLRenderer) -> None:
     assert trajectory.failed
     assert trajectory.error is not None
     assert trajectory.error.startswith("rollout.max_context_tokens: 20 leaves no room after the first prompt")
+
+
+def test_an_action_that_the_limit_of_a_turn_cuts_off_is_carried_out_if_asked(chatml: ChatMLRenderer) -> None:
+    limits = {"max_turn_tokens": 4, "max_episode_tokens": 10}
+    ended = play(conversation(chatml, Chatty(lambda _, __: []), **limits), "one", "two", "three")
+    assert (ended.stop_reason, [turn.reward for turn in ended.turns]) == (StopReason.MAX_TOKENS, [0.0])
+    played = play(conversation(chatml, Chatty(lambda _, __: []), cut_off="act", **limits), "one", "two", "three")
+    assert (played.stop_reason, [turn.reward for turn in played.turns]) == (StopReason.MAX_TOKENS, [1.0, 2.0, 0.0])
+    assert [len(turn.action_ids) for turn in played.turns] == [4, 4, 2]  # the last by the limit of the episode
+    assert [turn.finish_reason for turn in played.turns] == [FinishReason.LENGTH] * 3
+    assert played.turns[1].extends
+    assert played.turns[1].observation_ids[0] == chatml.stop_token_ids[0]  # which the model did not sample
 
 
 def test_it_is_told_where_it_stands_and_continues_from_there(chatml: ChatMLRenderer) -> None:
