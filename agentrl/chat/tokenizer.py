@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from agentrl.chat.chatml import END, START
 from agentrl.chat.forms.json_calls import CLOSE, OPEN
@@ -27,6 +26,8 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         ConfigError: if it is not what was written.
     """
+    from transformers import PreTrainedTokenizerFast  # here: it loads torch
+
     what = damage(folder)
     try:
         if what is None:
@@ -146,4 +147,6 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.api.target import find
-from agentrl.api.training import progress
 from agentrl.cli.commands import OVERRIDING, Commands
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.report.terminal import Console
@@ -210,6 +209,8 @@ def _train(console: Console, options: argparse.Namespace, runs: "Sequence[Planne
 
     def tell(run: "PlannedRun", words: str | None) -> None:
         console.print(f"{run.name}: {'done' if words is None else f'failed: {words}'}", style="red" if words else None)
+
+    from agentrl.api.training import progress  # here: it loads torch, and every command reads this file
 
     with progress(console) as on_progress:
         failures = run_missing(

@@ -14,7 +14,7 @@ import sqlite3
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -140,10 +140,128 @@ class ApiKey:
         return text.replace(self._key, "***") if self._key else text
 
 
+class Refusal(EnvironmentFailure):
+    """A request that an endpoint refuses, and would refuse again."""
+
+    def __init__(self, words: str, *, status: int) -> None:
+        super().__init__(words)
+        self.status = status
+        """Status of HTTP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCompletion:
+    """Answer of an endpoint to one request."""
+
+    message: Message
+    """As the endpoint sent it, whatever that is."""
+    finish_reason: str | None
+    prompt_tokens: int
+    """As the endpoint counts, over all tries; 0 if it does not."""
+    completion_tokens: int
+
+
 class _Fault(Exception):  # noqa: N818 - what may go better the next time
     def __init__(self, words: str, *, wait_s: float = 0.0) -> None:
         super().__init__(words)
         self.wait_s = wait_s
+
+
+class ChatClient:
+    """Client of one endpoint on one event loop: a bounded rate, and retries after faults."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._slots = asyncio.Semaphore(endpoint.max_concurrent)
+        self._next_s = 0.0
+        self._key = ApiKey(endpoint.api_key_env)
+        self._http = httpx2.AsyncClient(
+            headers=self._key.headers,
+            timeout=httpx2.Timeout(endpoint.timeout_s),
+            limits=httpx2.Limits(max_connections=endpoint.max_concurrent, keepalive_expiry=2.0),
+        )
+
+    async def complete(self, body: dict[str, Any], *, check: Callable[[Message], object]) -> ChatCompletion:
+        """Return the answer to a chat completion request; its tokens include those of answers that were refused here.
+
+        Args:
+            body: of the request: model, messages and so on.
+            check: raises a ValueError for a message that is no answer; then it is asked again.
+
+        Raises:
+            Refusal: when the endpoint refuses the request.
+            EnvironmentFailure: after too many faults, with the last one's words.
+        """
+        num = 1 + self._endpoint.max_retries
+        prompt_tokens, completion_tokens = 0, 0
+        for attempt in range(num):
+            try:
+                answer = await self._once(body)
+                prompt_tokens += answer.prompt_tokens
+                completion_tokens += answer.completion_tokens
+                try:
+                    check(answer.message)
+                except ValueError as error:
+                    raise _Fault(f"{error}, in {abbreviated(answer.message)}") from error
+                return replace(answer, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+            except _Fault as fault:
+                if attempt + 1 == num:
+                    raise EnvironmentFailure(
+                        f"{self._endpoint.url}, asked {num} times, did not answer as it should; the last time: {fault}"
+                    ) from fault
+                wait_s = 0.5 * 2**attempt * (0.5 + random.random())
+                await asyncio.sleep(min(_MAX_WAIT_S, max(wait_s, fault.wait_s)))
+        raise AssertionError("unreachable")
+
+    async def check_reachable(self) -> None:
+        """Raise EnvironmentFailure at once if nothing answers at the address, whatever it answers."""
+        try:
+            await self._http.get(f"{self._endpoint.url.rstrip('/')}/models")
+        except (httpx2.ConnectError, httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
+            raise EnvironmentFailure(
+                f"{self._endpoint.url} does not answer: {line_of(error)}; start the server, or mend the address "
+                "(with its version: http://127.0.0.1:8000/v1)"
+            ) from error
+        except httpx2.RequestError:  # some have no such page; the first question shows more
+            return
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def _once(self, body: dict[str, Any]) -> ChatCompletion:
+        async with self._slots:
+            await self._wait_for_turn()
+            try:
+                response = await self._http.post(f"{self._endpoint.url.rstrip('/')}/chat/completions", json=body)
+            except (httpx2.RequestError, httpx2.InvalidURL) as error:
+                raise _Fault(line_of(error)) from error
+        text = self._key.removed_from(response.text)
+        words = f"HTTP {response.status_code}: {text[:_MAX_WORDS]}"
+        if response.status_code in (408, 409, 429) or response.status_code >= 500:
+            raise _Fault(words, wait_s=_retry_after_s(response))
+        if response.status_code >= 300:
+            hint = f"; set the environment variable {self._endpoint.api_key_env}" if response.status_code == 401 else ""
+            refusal = f"{self._endpoint.url} refused the request: {words}{hint}"
+            raise Refusal(refusal, status=response.status_code)
+        try:
+            answer = json.loads(text)
+            choice, usage = answer["choices"][0], answer.get("usage") or {}
+            tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+            message, reason = choice["message"], choice.get("finish_reason")
+            if not isinstance(message, dict):
+                raise TypeError(f"message is {abbreviated(message)}")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise _Fault(f"no chat completion ({line_of(error)}): {text[:_MAX_WORDS]!r}") from error
+        return ChatCompletion(
+            message=message, finish_reason=reason, prompt_tokens=tokens[0], completion_tokens=tokens[1]
+        )
+
+    async def _wait_for_turn(self) -> None:
+        now = time.monotonic()
+        turn = max(now, self._next_s)
+        self._next_s = turn + 60.0 / self._endpoint.requests_per_minute
+        await asyncio.sleep(turn - now)
 
 
 async def ask(endpoint: Endpoint, body: dict[str, Any], *, check: Callable[[str], object]) -> Reply:
@@ -159,28 +277,21 @@ async def ask(endpoint: Endpoint, body: dict[str, Any], *, check: Callable[[str]
     """
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
     if endpoint not in clients:
-        clients[endpoint] = _Client(endpoint)
+        clients[endpoint] = _Asker(endpoint)
     return await clients[endpoint].ask(body, check)
 
 
-class _Client:
-    """Asks one endpoint from one event loop."""
+class _Asker:
+    """Asks one endpoint from one event loop, the same question once."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+        self._url = endpoint.url
+        self._client = ChatClient(endpoint)
         self._cache = None if endpoint.cache is None else ReplyCache(endpoint.cache)
-        self._slots = asyncio.Semaphore(endpoint.max_concurrent)
-        self._next_s = 0.0
         self._asking: dict[str, asyncio.Task[Reply]] = {}
-        self._key = ApiKey(endpoint.api_key_env)
-        self._http = httpx2.AsyncClient(
-            headers=self._key.headers,
-            timeout=httpx2.Timeout(endpoint.timeout_s),
-            limits=httpx2.Limits(max_connections=endpoint.max_concurrent, keepalive_expiry=2.0),
-        )
 
     async def ask(self, body: dict[str, Any], check: Callable[[str], object]) -> Reply:
-        said = json.dumps([self._endpoint.url, body], sort_keys=True)
+        said = json.dumps([self._url, body], sort_keys=True)
         key = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
         if is_new := key not in self._asking:
             self._asking[key] = asyncio.create_task(self._answer(key, body, check))
@@ -192,70 +303,26 @@ class _Client:
     async def _answer(self, key: str, body: dict[str, Any], check: Callable[[str], object]) -> Reply:
         if self._cache is not None and (known := await self._cache.get(key)) is not None:
             return Reply(text=known, prompt_tokens=0, completion_tokens=0, is_cached=True)
-        reply = await self._retried(body, check)
+        answer = await self._client.complete(body, check=lambda message: check(_text_of(message)))
+        reply = Reply(
+            text=_text_of(answer.message),
+            prompt_tokens=answer.prompt_tokens,
+            completion_tokens=answer.completion_tokens,
+            is_cached=False,
+        )
         if self._cache is not None:
             await self._cache.put(key, reply.text)
         return reply
 
-    async def _retried(self, body: dict[str, Any], check: Callable[[str], object]) -> Reply:
-        num = 1 + self._endpoint.max_retries
-        prompt_tokens = 0
-        completion_tokens = 0
-        for attempt in range(num):
-            try:
-                reply = await self._once(body)
-                prompt_tokens, completion_tokens = (
-                    prompt_tokens + reply.prompt_tokens,
-                    completion_tokens + reply.completion_tokens,
-                )
-                try:
-                    check(reply.text)
-                except ValueError as error:
-                    raise _Fault(f"{error}, in {reply.text[:_MAX_WORDS]!r}") from error
-                return Reply(
-                    text=reply.text, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, is_cached=False
-                )
-            except _Fault as fault:
-                if attempt + 1 == num:
-                    raise EnvironmentFailure(
-                        f"{self._endpoint.url}, asked {num} times, did not answer as it should; the last time: {fault}"
-                    ) from fault
-                wait_s = 0.5 * 2**attempt * (0.5 + random.random())
-                await asyncio.sleep(min(_MAX_WAIT_S, max(wait_s, fault.wait_s)))
-        raise AssertionError("unreachable")
 
-    async def _once(self, body: dict[str, Any]) -> Reply:
-        async with self._slots:
-            await self._wait_for_turn()
-            try:
-                response = await self._http.post(f"{self._endpoint.url.rstrip('/')}/chat/completions", json=body)
-            except (httpx2.RequestError, httpx2.InvalidURL) as error:
-                raise _Fault(line_of(error)) from error
-        text = self._key.removed_from(response.text)
-        words = f"HTTP {response.status_code}: {text[:_MAX_WORDS]}"
-        if response.status_code in (408, 409, 429) or response.status_code >= 500:
-            raise _Fault(words, wait_s=_retry_after_s(response))
-        if response.status_code >= 300:
-            hint = f"; set the environment variable {self._endpoint.api_key_env}" if response.status_code == 401 else ""
-            raise EnvironmentFailure(f"{self._endpoint.url} refused the request: {words}{hint}")
-        try:
-            answer = json.loads(text)
-            content, usage = answer["choices"][0]["message"]["content"], answer.get("usage") or {}
-            if not isinstance(content, str):
-                raise TypeError(f"content is {abbreviated(content)}")
-            tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _Fault(f"an answer that is none ({line_of(error)}): {text[:_MAX_WORDS]!r}") from error
-        return Reply(text=content, prompt_tokens=tokens[0], completion_tokens=tokens[1], is_cached=False)
-
-    async def _wait_for_turn(self) -> None:
-        now = time.monotonic()
-        turn = max(now, self._next_s)
-        self._next_s = turn + 60.0 / self._endpoint.requests_per_minute
-        await asyncio.sleep(turn - now)
+_clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Endpoint, _Asker]]" = weakref.WeakKeyDictionary()
 
 
-_clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Endpoint, _Client]]" = weakref.WeakKeyDictionary()
+def _text_of(message: Message) -> str:
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise ValueError(f"an answer without text: content is {abbreviated(content)}")
+    return content
 
 
 def _retry_after_s(response: httpx2.Response) -> float:

@@ -24,7 +24,7 @@ from agentrl.data.files import read_json, write_whole
 from agentrl.data.plain import is_number
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import TrajectoryRecord, TurnRecord, calls_of
-from agentrl.types import AmountOrZero, Count, Message
+from agentrl.types import AmountOrZero, Count, Message, Trajectory
 
 _CONTROL = chain(
     (code for code in range(0x20) if code not in (0x09, 0x0A)),  # C0, but for tabs and ends of lines
@@ -238,6 +238,27 @@ def said(message: Message) -> Text:
     return Text.assemble((f"{role}: ", f"bold {style}"), (" ".join(filter(None, words)), style))
 
 
+_MAX_SHOWN = 12
+"""Messages of a dialogue that are shown in short."""
+_MAX_CHARS = 300
+"""Characters of each."""
+
+
+def in_short(trajectory: Trajectory) -> Iterator[Text]:
+    """Yield an episode as it is printed beside figures: its first messages, cut, and how it ended."""
+    yield Text(f"{trajectory.trajectory_id} of {trajectory.env_id}", "bold")
+    messages = [message for turn in trajectory.turns for message in (*turn.observation, turn.message)]
+    for message in messages[:_MAX_SHOWN]:
+        words = said(message)
+        if left := max(0, len(words) - _MAX_CHARS):
+            words = words[:_MAX_CHARS].append(f" [{left} more characters]", "dim")
+        yield words
+    more = f"{len(messages) - _MAX_SHOWN} more messages, " if len(messages) > _MAX_SHOWN else ""
+    success = "" if (found := trajectory.reported("success")) is None else f", success {found:g}"
+    result = trajectory.error if trajectory.failed else f"reward {trajectory.reward:g}{success}"
+    yield Text(f"[{more}{trajectory.stop_reason}, {len(trajectory.turns)} turns, {result}]", "dim")
+
+
 def _read(turn: TurnRecord, decode: Decode | None) -> Iterator[Text]:
     """Yield what a turn's tokens, or its messages, said before the action."""
     if decode is None or not turn.observation_ids:
@@ -253,6 +274,8 @@ def _action(turn: TurnRecord, number: int, scale: float, is_trained: bool) -> Te
     for piece, advantage, is_kept in zip(turn.action_pieces, turn.advantages, turn.keep, strict=True):
         left_out = Style(strike=True, dim=True) if is_trained else Style()
         line.append(piece, advantage_style(advantage, scale) if is_kept else left_out)
+    if not turn.action_ids:  # an endpoint shows no tokens
+        line.append(str(turn.message.get("content") or ""))
     mean = sum(turn.advantages) / len(turn.advantages) if turn.advantages else 0.0
     credited = f", advantage {mean:+.3f}" if is_trained else ""
     components = turn.extras.get("reward_components")

@@ -83,12 +83,16 @@ class Evaluation:
     """Hash of the first messages and keys of each task. None: every episode of it failed before them."""
 
     def intervals(self) -> dict[str, Interval]:
-        """Return 95 % intervals over tasks: of `reward`, and of `success` and `score` if they are reported."""
+        """Return 95 % intervals over tasks: of `reward`, and of `success`, `pass@k` and `score` if they are reported."""
         valid = [group.valid for group in self.groups]
         found = {"reward": mean_interval([[t.reward for t in group] for group in valid])}
         names = {name for group in valid for t in group for name in t.metrics}
         if "success" in names:
-            found["success"] = share_interval([reported(group, "success") for group in valid])
+            known = [reported(group, "success") for group in valid]
+            found["success"] = share_interval(known)
+            right = [(len(successes), sum(value > 0 for value in successes)) for successes in known]
+            names_of_k = [name for name in self.metrics if name.startswith("pass@")]
+            found |= {name: pass_interval(right, int(name.removeprefix("pass@"))) for name in names_of_k}
         if "score" in names:
             found["score"] = mean_interval([reported(group, "score") for group in valid])
         return {name: interval for name, interval in found.items() if interval is not None}
@@ -233,10 +237,26 @@ def share_interval(tasks: Sequence[Sequence[float]]) -> Interval | None:
     if not tasks:
         return None
     num, share = sum(map(len, tasks)), _mean(tasks)
-    if num == len(tasks):
+    return _share_interval(share, _variance(tasks), num_tasks=len(tasks), num=num)
+
+
+def pass_interval(right: Sequence[tuple[int, int]], k: int) -> Interval | None:
+    """Return the interval of pass@k, from the number of episodes and of successes of each task. None: all have fewer than k.
+
+    It is Wilson's, as of a fraction of sets of k episodes each, whose independent number has the variance of the tasks.
+    """
+    enough = [(n, c) for n, c in right if n >= k]
+    if not enough:
+        return None
+    rates = [[pass_at_k(n, c, k)] for n, c in enough]
+    num = sum(n for n, _ in enough) / k
+    return _share_interval(_mean(rates), _variance(rates), num_tasks=len(rates), num=num)
+
+
+def _share_interval(share: float, variance: float, *, num_tasks: int, num: float) -> Interval:
+    if num == num_tasks:  # one episode, or set of episodes, each
         return wilson(share, num)
-    variance = _variance(tasks)
-    independent = len(tasks) if not variance else share * (1 - share) / variance
+    independent = num_tasks if not variance else share * (1 - share) / variance
     return wilson(share, min(max(independent, 1.0), num))
 
 

@@ -10,12 +10,11 @@ import pytest
 
 import agentrl
 from agentrl import TrainedRun
-from agentrl.api import evaluation
 from agentrl.cli import main
 from agentrl.report.card import measure
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
-from agentrl.run import export
+from agentrl.run import checkpoint, export
 from agentrl.types import Message, TrajectoryGroup
 from tests.support.runs import recipe, train
 
@@ -48,7 +47,7 @@ def train_on(run: Path, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_evaluation_has_the_step_of_the_weights_that_played(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train_on(run, evaluation, monkeypatch)
+    train_on(run, checkpoint, monkeypatch)
     agentrl.evaluate(run)
     (file,) = (run / "evaluations").glob("*.jsonl")
     assert {record.step for record in read_records(file)} == {2}

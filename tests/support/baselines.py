@@ -1,18 +1,19 @@
 """Policies that know nothing of a task: what an environment must not be solved by."""
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from agentrl.api.playing import Policy
-from agentrl.api.playing import play_episode as play
-from agentrl.env import MessageEnv, ask_oracle, tool_call
+from agentrl.api.playing import Played
+from agentrl.env import MessageEnv, as_message, ask_oracle, base_env, tool_call
 from agentrl.env.make import is_schema, likely_arguments
+from agentrl.rollout.env_driver import Env
 from agentrl.types import Message
 
-__all__ = ["Policy", "always", "constant_actions", "oracle", "play", "random_action"]
+Policy: TypeAlias = Callable[[MessageEnv, Sequence[Message], np.random.Generator], str | Message]
+"""Environment, dialogue so far and random numbers to the next action."""
 
 _WORDS = re.compile(r"[^\W\d_]+")
 _NUMBERS = re.compile(r"\d{1,9}")
@@ -20,6 +21,41 @@ _MAX_HEARD = 8
 """Last messages of which a random policy takes words."""
 _TEXTS = ("", "0", "1", "2", "yes", "no", "A", "the")
 """What a policy may always say."""
+
+
+def play(
+    env: Env,
+    policy: Policy,
+    *,
+    seed: int,
+    max_turns: int,
+    rng: np.random.Generator,
+    split: str = "eval",
+    index: int | None = None,
+) -> Played:
+    """Play an episode, on at most `max_turns` turns; of a table the task of that index, or (None) that the seed comes to."""
+    base = base_env(env)
+    num_tasks = base.num_tasks(split)
+    task = None if num_tasks is None else seed % num_tasks if index is None else index
+    first, _ = env.reset(seed=seed, options={"rollout_index": 0, "split": split, "task_index": task})
+    messages, is_over = list(first), False
+    rewards: list[float] = []
+    reward: Any = None
+    info: dict[str, Any] = {}
+    while not is_over and len(rewards) < max_turns:
+        action = policy(base, messages, rng)
+        observation, reward, terminated, truncated, info = env.step(action)
+        messages += [as_message(action), *observation]
+        rewards.append(float(reward or 0.0))
+        is_over = bool(terminated or truncated)
+    return Played(
+        messages=messages,
+        rewards=rewards,
+        is_over=is_over,
+        success=bool(is_over and info.get("success")),
+        score=float(info.get("score") or 0.0) if is_over else 0.0,
+        is_scored=not is_over or reward is not None,
+    )
 
 
 def oracle(env: MessageEnv, messages: Sequence[Message], rng: np.random.Generator) -> Message:

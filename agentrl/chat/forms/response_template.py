@@ -3,9 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from transformers.utils.chat_parsing import ResponseParser, parse_response
-from transformers.utils.chat_parsing.response_templates import load_response_template
-
 from agentrl.chat.forms.form import Function, assistant, malformed, object_function
 from agentrl.chat.renderer import Tools
 from agentrl.data.plain import well_formed
@@ -37,6 +34,8 @@ class ResponseTemplateForm:
         Raises:
             ValueError: if transformers cannot read it.
         """
+        from transformers.utils.chat_parsing.response_templates import load_response_template  # here: it loads torch
+
         self._template, self._ends = load_response_template(template), ("", *ends)
         fields = self._template.fields
         self._thought = next((fields[name] for name in _THOUGHTS if name in fields), None)
@@ -73,6 +72,8 @@ class ResponseTemplateForm:
 
     def _read(self, text: str, end: str, tools: Tools) -> tuple[dict[str, Any], list[Function]] | None:
         """Return the fields and the calls of a text; None if it cannot be read, or a call in it is malformed."""
+        from transformers.utils.chat_parsing import ResponseParser, parse_response
+
         if len(text) > _MAX_CHARS:
             return None
         try:
