@@ -16,7 +16,6 @@ import yaml
 from agentrl.cli.commands import Commands
 from agentrl.env import ask_oracle, base_env, close_env, describe
 from agentrl.errors import ConfigError
-from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.recipe.fields import attribute_docstrings
 from agentrl.recipe.plugin import section_of
 from agentrl.report.terminal import Console
@@ -96,6 +95,8 @@ def new_recipe(name: str, *, env: str, model: str | None, overrides: Sequence[st
     Raises:
         UserError: for an environment that cannot be made or played, and fields that cannot be set.
     """
+    from agentrl.recipe.config import load_recipe  # here: it loads torch
+
     config = load_recipe({"env": {"id": env}}, _of_env(overrides)).env
     with environment_failures():
         made = config.make()
@@ -195,6 +196,8 @@ def _set(data: Data, recipe: Data, path: Sequence[str]) -> None:
 
 
 def _lines(name: str, data: Data, *, is_helpless: bool) -> Iterator[str]:
+    from agentrl.recipe.config import Recipe  # here: it loads torch
+
     yield f"# yaml-language-server: $schema={SCHEMA}"
     yield f"# agentrl train {name}; `agentrl fields` says what else there is, `agentrl fields train` of one section."
     if is_helpless:

@@ -202,7 +202,7 @@ class ChatClient:
                 try:
                     check(answer.message)
                 except ValueError as error:
-                    raise _Fault(f"{error}, in {abbreviated(answer.message)}") from error
+                    raise _Fault(f"{error}, in {json.dumps(answer.message)[:_MAX_WORDS]}") from error
                 return replace(answer, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
             except _Fault as fault:
                 if attempt + 1 == num:

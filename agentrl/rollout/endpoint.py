@@ -221,7 +221,7 @@ class _Player:
         Raises:
             _ContextFullError: if the dialogue is too long for the model.
             EngineError: when there is no answer, or there were too few for this endpoint to be asked again.
-            ConfigError: for a key, a model or an address that the endpoint does not know.
+            EnvironmentFailure: for a key, a model or an address that the endpoint does not know.
         """
         if self._end_of_asking is not None:
             raise EngineError(self._end_of_asking)
@@ -243,7 +243,7 @@ class _Player:
             if refusal.status in (400, 413, 422) and _TOO_LONG.search(words):
                 raise _ContextFullError(words) from refusal
             if not self._has_answered and refusal.status in (401, 403, 404):
-                raise ConfigError(words) from refusal
+                raise EnvironmentFailure(words) from refusal
             if self._has_answered:  # this dialogue is refused, and another may not be
                 raise EngineError(words) from refusal
         except EnvironmentFailure as failure:
@@ -425,14 +425,14 @@ def received(given: Message, *, number: int = 0) -> Message:
     try:
         message = plain_data(given)
     except PlainDataError as error:
-        raise ValueError(f"no message: {error}") from error
+        raise ValueError(f"no chat completion: {error}") from error
     said: Message = {"role": "assistant", "content": message.get("content") or ""}
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     said |= {"reasoning_content": thoughts} if isinstance(thoughts, str) else {}
     if calls := message.get("tool_calls"):
         said["tool_calls"] = calls
     if not is_message(said):
-        raise ValueError(f"no message: {abbreviated(given)}")
+        raise ValueError(f"no chat completion: {abbreviated(given)}")
     for place, call in enumerate(said.get("tool_calls", ())):
         if not isinstance(call.get("id"), str) or not call["id"]:
             call["id"] = f"call_{number}_{place}"

@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 
 import agentrl
+from agentrl.env import endpoint as chat_client
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl_envs.key_door import KeyDoor
 from tests.support import chat_server
 from tests.support.each import each
 from tests.support.judge_server import judge_server
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_client, "_MAX_WAIT_S", 0.02)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +112,9 @@ def test_what_is_put_around_an_environment_is_there_behind_an_endpoint(url: str)
 
 
 def test_an_environment_that_fails_behind_an_endpoint_is_told(url: str) -> None:
-    with pytest.raises(EnvironmentFailure, match=r"the environment raised SystemExit: 0 \(test_playing.py:"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"environment Raises: step\(\) raised SystemExit: 0 \(test_playing.py:"
+    ):
         agentrl.play(Raises, '{"content": "hello"}', endpoint=url)
 
 
