@@ -116,6 +116,21 @@ def _checkpoints(folder: "RunFolder") -> str:
     )
 
 
+def evaluation_lines(metrics: dict[str, float]) -> Iterator[str]:
+    """Yield a line for each environment, of the evaluation before the first step."""
+    for prefix in (name.removesuffix("episodes") for name in metrics if name.endswith("/episodes")):
+        forms = {"success": ".1%", "score": ".1%", "reward": ".3f"}
+        parts = [
+            f"{name} {metrics[f'{prefix}{name}']:{form}}"
+            for name, form in forms.items()
+            if f"{prefix}{name}" in metrics
+        ]
+        of = f"{prefix.split('/')[1]}: " if prefix != "eval/" else ""
+        number = metrics[f"{prefix}episodes"]
+        failed = f", {metrics[f'{prefix}failed']:.0f} failed" if metrics.get(f"{prefix}failed") else ""
+        yield f"before the first step: {of}{', '.join([*parts, f'{number:.0f} episodes'])}{failed}"
+
+
 def summary(rows: list[dict[str, float]], samples: int) -> str:
     """Compare the first and the last evaluation, of so many episodes a task, in a line for each environment."""
     found = [name for row in rows for name in row if name.startswith("eval/") and name.endswith("/episodes")]
@@ -328,6 +343,9 @@ def _run(
         with progress(console, verbose=verbose) as show:
 
             def on_progress(phase: Any, step: int, total: int, metrics: dict[str, float]) -> None:
+                if phase == "evaluation":
+                    console.print("\n".join(evaluation_lines(metrics)))
+                    return
                 show(phase, step, total, metrics)
                 if on_step is not None and phase == "training":
                     on_step(dict(metrics))

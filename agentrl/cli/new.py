@@ -16,7 +16,6 @@ import yaml
 from agentrl.cli.commands import Commands
 from agentrl.env import ask_oracle, base_env, close_env, describe
 from agentrl.errors import ConfigError
-from agentrl.recipe.fields import attribute_docstrings
 from agentrl.recipe.plugin import section_of
 from agentrl.report.terminal import Console
 from agentrl.rollout.env_driver import Env, reset, step
@@ -197,6 +196,7 @@ def _set(data: Data, recipe: Data, path: Sequence[str]) -> None:
 
 def _lines(name: str, data: Data, *, is_helpless: bool) -> Iterator[str]:
     from agentrl.recipe.config import Recipe  # here: it loads torch
+    from agentrl.recipe.fields import attribute_docstrings
 
     yield f"# yaml-language-server: $schema={SCHEMA}"
     yield f"# agentrl train {name}; `agentrl fields` says what else there is, `agentrl fields train` of one section."

@@ -53,8 +53,9 @@ class Stopwatch:
         }
 
 
-OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float]], None]
-"""Callback that gets the phase, its steps done, its steps in all, and the latest metrics."""
+OnProgress = Callable[[Literal["warm-up", "evaluation", "training"], int, int, dict[str, float]], None]
+"""Callback that gets the phase, its steps done, its steps in all, and the latest metrics. `evaluation` is the one before the
+first step."""
 
 
 class RunRecord:

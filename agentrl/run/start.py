@@ -268,5 +268,7 @@ def _begin(parts: Parts, record: RunRecord, prepared: Preparation, on_progress: 
     for name, words in prepared.warnings.items():
         record.warn(0, name, words)
     announce("evaluating before the first step")
-    record.add_row({"step": 0, **prepared.metrics, **evaluation_metrics(parts)})
+    metrics = evaluation_metrics(parts)
+    record.add_row({"step": 0, **prepared.metrics, **metrics})
+    on_progress("evaluation", 1, 1, metrics)
     save(parts, record.folder, 0)
