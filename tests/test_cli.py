@@ -394,6 +394,7 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
         "playing 16 demonstrations",
         "evaluating before the first step",
     ]
+    assert re.search(r"^before the first step: .*reward -?\d+\.\d{3}, 4 episodes", out, re.M)
     assert lines[-2:] == ["run folder: run", "look at it: agentrl view run"]
     assert re.search(r"training 1/2 .* \d+\.\d\d s/step  [\d,]+ tokens/s  ETA 0:00:\d\d", out)
     assert [line for line in lines if line.startswith("training")][-1].startswith("training 2/2")
@@ -468,6 +469,7 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     progress += ["proving which layout of rows is exact ...", "proving that engine and trainer agree ..."]
     progress += ["playing 4 evaluation tasks ..."]
     assert out.splitlines()[: len(progress)] == progress
+    assert out.count(" of KeyDoor\n") == 3  # dialogues, in short
     status, out, err = agentrl("eval", "run", "--json")
     assert (status, err.splitlines()) == (0, progress)
     [evaluation], kept = json.loads(out)["evaluations"], json.loads(out)["rollouts"]
@@ -686,6 +688,14 @@ def test_a_fault_of_the_environment_is_told_once_kept_shown_and_played_again(age
     status, evaluated, err = agentrl("eval", "run")
     assert (status, err) == (0, "")
     assert evaluated.count("warning: environment SellsFewThings: step() raised KeyError") == 1
+
+
+def test_an_evaluation_of_a_recipe_keeps_its_dialogues(agentrl: Agentrl, tmp_path: Path) -> None:
+    status, out, err = agentrl("eval", "tiny.yaml", "--quiet", "-n", "2")
+    assert (status, err, " of KeyDoor\n" in out) == (0, "", False)
+    kept = tmp_path / "evaluations" / "key_door-tiny.jsonl"
+    assert [record.group_id for record in read_records(kept)] == ["eval/000000", "eval/000001"]
+    assert "evaluations/key_door-tiny.jsonl" in out
 
 
 def test_a_healthy_recorded_episode_is_played_again(agentrl: Agentrl, tmp_path: Path) -> None:

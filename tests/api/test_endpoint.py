@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -67,10 +67,8 @@ def serving(answer: Callable[[int, dict[str, Any]], Answer]) -> Iterator[ChatSer
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
             self.end_headers()
-            try:
+            with suppress(OSError):  # who asked has given up
                 self.wfile.write(data)
-            except OSError:  # who asked has given up
-                pass
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -101,7 +99,12 @@ def call(name: str, arguments: str) -> Answer:
 
 def sums(num: int = 40) -> dict[str, Any]:
     rows = [{"prompt": f"{number}?", "answer": str(number)} for number in range(num)]
-    options = {"tasks": rows[:1], "eval_tasks": rows, "answer": "answer", "rewards": ["exact_match"]}
+    options = {
+        "tasks": [{"prompt": "t?", "answer": "x"}],
+        "eval_tasks": rows,
+        "answer": "answer",
+        "rewards": ["exact_match"],
+    }
     return {"id": "tasks", "options": options}
 
 
@@ -183,7 +186,7 @@ def test_an_endpoint_that_dies_leaves_what_was_played_and_counts_the_rest(
 )
 def test_an_endpoint_that_answers_nothing_is_one_error(answers: Answer, words: str) -> None:
     with serving(lambda *_: answers) as server, pytest.raises(EnvironmentFailure, match=words):
-        agentrl.evaluate(env=sums(), model="m", endpoint=server.url)
+        agentrl.evaluate(env=sums(), model="m", endpoint=server.url, evaluation={"num_tasks": 4})
 
 
 def test_a_slow_endpoint_fails_the_episodes_that_it_leaves_waiting() -> None:
@@ -206,7 +209,7 @@ def test_a_slow_endpoint_fails_the_episodes_that_it_leaves_waiting() -> None:
 
 def test_a_malformed_call_is_answered_and_sent_back_as_json() -> None:
     def answer(number: int, body: dict[str, Any]) -> Answer:
-        for sent in (each for message in body["messages"] for each in message.get("tool_calls", ())):
+        for sent in (one for message in body["messages"] for one in message.get("tool_calls", ())):
             assert isinstance(json.loads(sent["function"]["arguments"]), dict)
             assert sent["id"]
         return call("open_box", "{box: 1") if number == 0 else call("fly", '{"to": 3}')
@@ -290,7 +293,7 @@ def test_the_command_prints_figures_and_three_dialogues_and_keeps_all(
     assert data["rollouts"] == "evaluations/tasks-org-m-3.jsonl"
     assert {"success", "pass@1", "pass@2"} <= data["evaluations"][0]["intervals"].keys()
     assert server.requests[-1]["temperature"] == 0
-    main(["show", data["rollouts"]])
+    main(["show", data["rollouts"], "-n", "16"])
     assert "assistant: no" in capsys.readouterr().out
 
 
