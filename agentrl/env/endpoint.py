@@ -154,10 +154,10 @@ class ChatCompletion:
     """Answer of an endpoint to one request."""
 
     message: Message
-    """As the endpoint sent it, whatever that is."""
+    """Message of the assistant, unchecked."""
     finish_reason: str | None
     prompt_tokens: int
-    """As the endpoint counts, over all tries; 0 if it does not."""
+    """Tokens that the endpoint counted, over all tries; 0 if it counts none."""
     completion_tokens: int
 
 

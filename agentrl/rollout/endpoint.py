@@ -156,8 +156,9 @@ class _Player:
         self.rollout = playing.rollout
         self._evaluation = playing.evaluation
         given = playing.rollout.model_fields_set
+        # Limits that training needs hold here if somebody wrote them down.
         self.max_turn_tokens = playing.rollout.max_turn_tokens if "max_turn_tokens" in given else None
-        """Limits that training needs hold here if somebody wrote them down. None: the endpoint's own."""
+        """Largest number of tokens of a turn. None: the endpoint's own limit."""
         self.max_episode_tokens = playing.rollout.max_episode_tokens if "max_episode_tokens" in given else None
         self.client = ChatClient(
             Endpoint(
@@ -173,7 +174,7 @@ class _Player:
         self._has_answered = False
         self._num_silent = 0
         self._end_of_asking: str | None = None
-        """Why nothing more is asked."""
+        """Reason for which nothing more is asked. None: it is."""
 
     async def play(self, make_env: MakeEnv, tasks: Tasks, *, prefix: str, on_end: OnEnd) -> list[TrajectoryGroup]:
         """Play every evaluation task, `max_live_episodes` episodes at once."""
@@ -306,7 +307,8 @@ class _Episode:
 
     async def _converse(self, env: Env) -> End:
         """Ask and act until the episode ends."""
-        player, rollout, base = self._player, self._player.rollout, base_env(env)
+        player, rollout = self._player, self._player.rollout
+        base = base_env(env)
         begin = partial(reset, env, base, self._task.env_task, rollout_index=self._task.rollout_index)
         reply: EnvReply = await self._call("reset()", begin)
         self._gold_answer, self._tools = reply.gold_answer, reply.tools

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.api.evaluation import to_play_at_endpoint
 from agentrl.api.target import find, load
 from agentrl.cli import main
 from agentrl.cli.commands import make_parser
@@ -19,7 +20,8 @@ from agentrl.recipe.config import load_recipe
 from tests.support.docs import ROOT
 
 QUICK = re.compile(
-    r"credit|fields|show(?!.*--faults)|report|export(?!.*--(adapter|push|step))|eval|train runs/|envs$|envs (check|new|replay)"
+    r"credit|fields|show(?!.*--faults)|report|export(?!.*--(adapter|push|step))|eval(?!.*--endpoint)|train runs/|envs$"
+    r"|envs (check|new|replay)"
 )
 """Commands that are run."""
 _RUN = re.compile(r"runs/(compare/)?\w+-[\w…-]+|\bRUN(_FOLDER|\d)?\b")
@@ -84,6 +86,8 @@ def _check_agentrl(words: list[str], comment: str) -> None:
         varied = parse_varied(getattr(options, "vary", None) or getattr(options, "over", []), option="--vary")
         if recipes := [find(target) for target in options.targets if not target.is_dir()]:
             make_arms(recipes, varied=varied, overrides=overrides, folder=Path("runs"), control=False)
+    elif options.command == "eval":
+        to_play_at_endpoint(options.target, overrides, changes={})
     elif options.command == "envs":
         load_recipe(None, [f"--env.id={options.env}", *overrides])
     elif options.command not in ("chat", "new", "view"):
