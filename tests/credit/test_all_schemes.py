@@ -111,7 +111,7 @@ def test_the_built_in_schemes_are_installed() -> None:
     assert set(SCHEMES) >= {
         "uniform", "turn_return", "mt_grpo", "gigpo", "hgpo", "group_gae", "ecpo", "turn_gae", "bilevel_gae",
         "token_residual", "tree", "difference", "info_gain", "redistribute", "entropy_modulated", "distill", "hindsight",
-        "judge", "shuffled", "crbc", "g2po", "graphgpo", "triage",
+        "judge", "shuffled", "crbc", "g2po", "triage",
     }  # fmt: skip
 
 
