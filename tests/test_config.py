@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from agentrl.chat import AutoConfig, ChatMLConfig, RendererConfig, TemplateConfig
 from agentrl.data.files import dump_yaml, parse_yaml
 from agentrl.errors import ConfigError
-from agentrl.recipe.config import Recipe, load_recipe, plan
+from agentrl.recipe.config import Recipe, load_recipe, plan, warnings
 from agentrl.recipe.plugin import Plugin
 from agentrl.report.folder import RunFolder
 from tests.support.each import each
@@ -63,7 +63,10 @@ def test_the_tree_has_the_sections_of_a_run() -> None:
         "evaluation",
         "loss",
         "loss.calibrated",
+        "loss.covariance",
+        "loss.gate",
         "loss.kernel",
+        "loss.nll",
         "model",
         "model.local",
         "model.lora",
@@ -239,7 +242,7 @@ def test_every_mistake_has_a_line_of_its_own(file: Path) -> None:
         (
             "loss: {mismatch: mask}",
             "loss.mismatch: mask corrects what anchor: behavior has in its ratio already; set anchor: recomputed "
-            "or sampled, or mismatch: off",
+            "or sampled, or mismatch: 'off'",
         ),
         (
             "loss: {trust: kernel, kernel: {positive: [30, 0.1]}}",
@@ -286,7 +289,7 @@ def test_one_trajectory_a_group_is_allowed_where_credit_says_what_to_do(file: Pa
 
 
 def test_the_rule_for_one_trajectory_is_that_of_the_innermost_scheme_and_of_the_fallback(file: Path) -> None:
-    for scheme in ("scheme: judge", "scheme: entropy_modulated", "scheme: judge, fallback: uniform"):
+    for scheme in ("scheme: judge", "scheme: shuffled", "scheme: judge, fallback: uniform"):
         words = message(file, f"{{rollout: {{group_size: 1}}, credit: {{{scheme}}}}}")
         assert words.startswith("rollout.group_size: 1 gives every trajectory nothing to be compared with")
     kept = "credit: {scheme: judge, then: {scheme: turn_return, lone: keep}, fallback: uniform}"
@@ -320,7 +323,7 @@ def test_mistakes_in_credit_are_found_when_the_recipe_is_read(text: str, words: 
         (["--model.local.hidden_size", "32"], "model.local.hidden_size", 32),
         (["--train.learning_rate", "1e-5"], "train.learning_rate", 1e-5),
         (["--engine.lockstep", "true"], "engine.lockstep", True),
-        (["--engine.lockstep=no"], "engine.lockstep", False),
+        (["--engine.lockstep=false"], "engine.lockstep", False),
         (["--train.betas", "[0.8, 0.9]"], "train.betas", (0.8, 0.9)),
         (["--evaluation.pass_at", "1,4"], "evaluation.pass_at", (1, 4)),
         (["--evaluation.pass_at", "1", "--evaluation.pass_at", "2"], "evaluation.pass_at", (1, 2)),
@@ -336,7 +339,7 @@ def test_mistakes_in_credit_are_found_when_the_recipe_is_read(text: str, words: 
         (["--credit.gamma=.5"], "credit.gamma", 0.5),
         (["--credit.leave_one_out", "false"], "credit.leave_one_out", False),
         (["--env.options.num_operations", "3"], "env.options.num_operations", 3),
-        (["--env.options.turn_rewards=no"], "env.options.turn_rewards", False),
+        (["--env.options.turn_rewards=false"], "env.options.turn_rewards", False),
         (["--env.options.seed_words", "[a, b]"], "env.options.seed_words", ["a", "b"]),
         (["--env.options.limits.low", "null"], "env.options.limits", {"low": None}),
         (["--env.options.day", "2020-01-01"], "env.options.day", "2020-01-01"),
@@ -523,7 +526,7 @@ evaluation: {num_tasks: 20, samples: 2}
         "tokens per micro-batch": "at most 900, shared ones once",
         "steps": "10 (at most 20 updates)",
         "credit": "scheme turn_return, gamma 0.5",
-        "loss": "turn ratios, clip [0.997, 1.01]",
+        "loss": "gspo_token: turn ratios, clip [0.997, 1.01], trajectory-mean",
         "evaluation": "20 evaluation tasks, 2 episodes each",
     }
 
@@ -563,6 +566,8 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path: Path) -> None:
         ("0b11", "'0b11' is 3 in YAML 1.1 and something else in 1.2; write 3, or '0b11' in quotes"),
         ("1_0.5", "'1_0.5' is 10.5 in YAML 1.1 and something else in 1.2; write 10.5, or '1_0.5' in quotes"),
         ("1_0e2", "'1_0e2' is 1000.0 in YAML 1.1 and something else in 1.2; write 1000.0, or '1_0e2' in quotes"),
+        ("off", "'off' is false in YAML 1.1 and something else in 1.2; write false, or 'off' in quotes"),
+        ("Yes", "'Yes' is true in YAML 1.1 and something else in 1.2; write true, or 'Yes' in quotes"),
     ],
 )
 def test_what_two_versions_of_yaml_read_differently_is_refused(text: str, words: str, file: Path) -> None:
@@ -570,11 +575,11 @@ def test_what_two_versions_of_yaml_read_differently_is_refused(text: str, words:
     assert told == f"the recipe {file} is not valid YAML: {words} (line 2, column 10)"
 
 
-def test_numbers_that_all_versions_of_yaml_read_alike_are_read() -> None:
-    text = "[0, -7, +7, 0x1f, 1.5, .5, 1e-3, 1.e+3, .inf, '010', '1_0', 09]"
+def test_values_that_all_versions_of_yaml_read_alike_are_read() -> None:
+    text = "[0, -7, +7, 0x1f, 1.5, .5, 1e-3, 1.e+3, .inf, '010', '1_0', 09, true, False, 'off', y]"
     inf = float("inf")
     read = parse_yaml(text, where="it")
-    assert read == [0, -7, 7, 31, 1.5, 0.5, 1e-3, 1000.0, inf, "010", "1_0", "09"]
+    assert read == [0, -7, 7, 31, 1.5, 0.5, 1e-3, 1000.0, inf, "010", "1_0", "09", True, False, "off", "y"]
     assert parse_yaml(dump_yaml(read), where="it") == read
 
 
@@ -616,7 +621,7 @@ def test_options_that_no_file_of_a_run_can_hold_are_refused(options: str, words:
         ("env.wrappers", "[{id: time_limit, max_turns: 5}]"),
         ("env.schedule", "[{from_step: 1, options: {num_rooms: 2}}]"),
         ("rollout.curriculum", "{visits: 2}"),
-        ("credit", "{scheme: ecpo, lam: 0.5}"),
+        ("credit", "{scheme: action_values, gamma: 1, lam: 0.5}"),
     ],
 )
 def test_values_on_the_command_line_are_written_as_in_a_recipe(option: str, value: str) -> None:
@@ -636,3 +641,19 @@ def test_values_on_the_command_line_are_written_as_in_a_recipe(option: str, valu
 def test_a_text_may_look_like_a_list(value: str) -> None:
     assert load_recipe(None, ["--model.name_or_path", value]).model.name_or_path == value
     assert load_recipe(None, [f"--run_dir={value}"]).run_dir == Path(value)
+
+
+@each(
+    ("sections", "words"),
+    [
+        ({"model": {"name_or_path": "m"}, "train": {"learning_rate": 3e-4}}, "train.learning_rate: 0.0003 suits"),
+        ({"model": {"name_or_path": "m"}, "train": {"learning_rate": 2e-5}}, None),
+        ({"model": {"name_or_path": "m", "lora": {}}, "train": {"learning_rate": 3e-4}}, None),
+        ({"train": {"learning_rate": 3e-4}}, None),
+        ({"train": {"target_kl": 0.02}}, "train.target_kl: 0.02 nats a token are up to 41 on an episode"),
+        ({"train": {"target_kl": 0.02}, "rollout": {"max_turn_tokens": 32, "max_episode_tokens": 512}}, None),
+    ],
+)
+def test_likely_mistakes_are_named_before_anything_starts(sections: dict[str, Any], words: str | None) -> None:
+    found = warnings(load_recipe(sections))
+    assert [warning.startswith(words or "") for warning in found] == ([True] if words else [])

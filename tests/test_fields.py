@@ -126,8 +126,8 @@ def test_types_in_words(schema: dict[str, Any], words: str) -> None:
         ("rollout.history", ["rollout.history"], ["rollout.history.tool_results", "rollout.history.turns"]),
         ("rollout.group_size", ["rollout"], ["rollout.group_size"]),
         ("group_size", ["rollout"], ["rollout.group_size"]),
-        ("credit.mt_grpo", ["credit, with scheme: mt_grpo"], None),
-        ("mt_grpo", ["credit, with scheme: mt_grpo"], None),
+        ("credit.gigpo", ["credit, with scheme: gigpo"], None),
+        ("gigpo", ["credit, with scheme: gigpo"], None),
         ("kl_coeff", [], []),
     ],
 )
@@ -156,6 +156,12 @@ def test_the_schema_is_up_to_date() -> None:
 def test_the_types_of_sections_are_up_to_date() -> None:
     written = Path(config.__file__).with_name("sections.pyi").read_text(encoding="utf-8")
     assert ast.dump(ast.parse(written)) == ast.dump(ast.parse(section_types())), "make fields"
+
+
+def test_the_table_of_algorithms_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["algorithms", "--markdown"])
+    page = (ROOT / "docs" / "ratio-units.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out in page, "copy what `agentrl algorithms --markdown` prints"
 
 
 @each("path", RECIPES)
@@ -246,11 +252,20 @@ def words(text: str, tmp_path: Path) -> str:
         ("{loss: {unit: sequence}}", "trajectory"),
         ("{max_steps: 1}", "train.steps"),
         ("{train: {num_train_epochs: 1}}", "train.steps"),
-        ("{credit: {scheme: grpo}}", "credit.scheme: uniform with loss.unit: token"),
-        ("{credit: {scheme: GSPO}}", "credit.scheme: uniform with loss: {unit: trajectory, trust: fixed}"),
-        ("{credit: grpo}", "credit.scheme: uniform with loss.unit: token"),
-        ("{loss: grpo}", "credit.scheme: uniform with loss.unit: token"),
-        ("{algorithm: gspo}", "credit.scheme: uniform with loss: {unit: trajectory, trust: fixed}"),
+        ("{credit: {scheme: grpo}}", "loss: grpo"),
+        ("{credit: {scheme: GSPO}}", "loss: gspo"),
+        ("{credit: grpo}", "loss: grpo"),
+        ("{loss: geo_mean}", "loss: gmpo"),
+        ("{algo: gspo}", "loss: gspo"),
+        ("{loss_type: dapo}", "loss: dapo, with rollout.dynamic_sampling"),
+        ("{policy_loss: {loss_mode: dppo_tv}}", "loss: dppo_tv"),
+        ("{actor: {entropy_coeff: 0.1}}", "loss.entropy_coefficient"),
+        ("{actor: {use_kl_loss: true}}", "loss.kl_coefficient"),
+        ("{actor: {kl_loss_type: low_var_kl}}", "loss.kl_estimator: k3"),
+        ("{loss: {kl_coefficient: 0.1, kl_estimator: low_var_kl}}", "k3"),
+        ("{use_kl_in_reward: true}", "loss.kl_estimator: k1_reward"),
+        ("{loss: {sft_coef: 0.1}}", "loss.nll: {coefficient: 0.1}"),
+        ("{kl_cov_ratio: 0.002}", "loss.covariance: {rule: kl}"),
         ("{run_name: grpo}", "run_dir"),
         # a field's own name wins, wherever it stands
         ("{top_p: 1}", "rollout.top_p"),
@@ -302,8 +317,11 @@ def test_what_an_algorithm_leads_to_is_a_recipe(algorithm: str) -> None:
         path, _, value = told.partition(": ")
         section, _, name = path.partition(".")
         given = yaml.safe_load(value or "true")
-        sections[section] = sections.get(section, {}) | ({name: given} if name else given)
-    load_recipe(sections)
+        former = sections.get(section, {})
+        sections[section] = {**former, name: given} if name else given
+    load_recipe(
+        {"rollout": {"dynamic_sampling": 4}} if sections.get("rollout") == {"dynamic_sampling": True} else sections
+    )
 
 
 def test_no_field_of_ours_is_taken_for_a_foreign_one() -> None:

@@ -1,24 +1,28 @@
 """Sections `train`, `loss` and `warmup` of a recipe, the schedule of the learning rate, and optimizers by name."""
 
 import math
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
 from importlib import import_module
 from math import log
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import torch
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from agentrl.errors import ConfigError
+from agentrl.learn.loss import CovarianceRule, MismatchLevel
 from agentrl.learn.tokens import Aggregation, RatioUnit
 from agentrl.policy.config import Layout
+from agentrl.recipe import foreign_names
 from agentrl.recipe.plugin import MayChange
 from agentrl.recipe.registry import suggest
-from agentrl.types import Amount, AmountOrZero, Count, Positive, Rate, between
+from agentrl.types import Amount, AmountOrZero, Count, Need, Positive, Rate, between
 
 ScheduleName = Literal["constant", "linear", "cosine"]
 
@@ -81,7 +85,49 @@ def make_optimizer(
     return optimizer
 
 
-Trust = Literal["fixed", "calibrated", "token", "kernel"]
+class Algorithm(BaseModel):
+    """A named setting of the loss, and of what belongs to it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    title: str
+    paper: str = ""
+    """Number on arXiv, or author and year. Empty: there is none."""
+    equation: str
+    """Equations, or the section, of the paper."""
+    loss: dict[str, Any]
+    """Fields of the section `loss`."""
+    credit: dict[str, Any] | None = None
+    """The section `credit` of a recipe that names no scheme. None: the recipe's own default."""
+    train: dict[str, Any] = {}
+    """Fields of the section `train`, where the recipe does not give them."""
+    differs: str
+    """Differences from the paper; `-` if there are none."""
+
+
+@cache
+def algorithms() -> dict[str, Algorithm]:
+    """Return all algorithms by name (`algorithms.yaml`)."""
+    text = Path(__file__).with_name("algorithms.yaml").read_text(encoding="utf-8")
+    return {name: Algorithm(**fields) for name, fields in yaml.safe_load(text).items()}
+
+
+def algorithm(name: str) -> Algorithm:
+    """Return an algorithm by its name.
+
+    Raises:
+        ConfigError: if there is none of that name.
+    """
+    found = algorithms().get(name)
+    if found is None:
+        raise ConfigError(
+            f"loss.algorithm: there is no {name!r}; `agentrl algorithms` lists them."
+            f"{foreign_names.of_value('loss', name) or suggest(name, algorithms())}"
+        )
+    return found
+
+
+Trust = Literal["none", "fixed", "calibrated", "token", "geometric", "cap", "gate", "kernel", "tv", "kl"]
 """Trust regions: rules that end the push on a token."""
 DEFAULT_CLIP: dict[RatioUnit, tuple[float, float]] = {
     "trajectory": (3e-4, 4e-4),
@@ -90,6 +136,15 @@ DEFAULT_CLIP: dict[RatioUnit, tuple[float, float]] = {
     "token": (0.2, 0.27),
 }
 """Clip range below and above 1 of each unit: the longer the mean, the closer to 1 its ratio stays."""
+_TRUST_CLIP: dict[Trust, tuple[float, float]] = {
+    "token": DEFAULT_CLIP["token"],
+    "geometric": (-math.expm1(-0.4), math.expm1(0.4)),
+    "cap": (1.0, 4.0),
+    "tv": (0.15, 0.15),
+    "kl": (0.05, 0.05),
+}
+"""Ranges of the trust regions that look at something else than the unit's ratio, or do not stop it."""
+_WITHOUT_RANGE: frozenset[Trust] = frozenset({"none", "calibrated", "gate", "kernel"})
 
 
 class CalibratedConfig(BaseModel):
@@ -106,6 +161,17 @@ class CalibratedConfig(BaseModel):
 _LARGEST_LOG_FACTOR = 80.0
 """float32 ends at e^88."""
 Exponent = Annotated[float, Field(gt=0, le=1000)]
+
+
+class GateConfig(BaseModel):
+    """Temperatures of the gate 4 / tau sigmoid(tau (ratio - 1)): the larger, the sooner it closes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    positive: float = Field(default=1.0, gt=0, le=1000)
+    """For tokens of positive advantage."""
+    negative: float = Field(default=1.05, gt=0, le=1000)
+    """For the others."""
 
 
 class KernelConfig(BaseModel):
@@ -130,24 +196,85 @@ class KernelConfig(BaseModel):
         return self
 
 
+class CovarianceConfig(BaseModel):
+    """Restraint on the tokens that lower the entropy most: those whose advantage and log-probability are high together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    rule: CovarianceRule = "clip"
+    """`clip` (Clip-Cov): the policy loss gives no gradient to some tokens, drawn from those within `band`. `kl` (KL-Cov):
+    the tokens of the highest covariance pay `coefficient` times |log-probability - the anchor's|."""
+    share: float = Field(default=2e-4, gt=0, le=1)
+    """Share of a minibatch's tokens that it concerns; one token at least."""
+    band: tuple[float, float] = (1.0, 5.0)
+    """Covariances, (advantage - mean) times (log-probability at sampling - mean), between which `clip` draws."""
+    coefficient: Positive = 1.0
+    """Weight of the penalty of `kl`. With `anchor: behavior` the engine's rounding decides its sign for tokens that have not
+    moved; `anchor: recomputed` keeps that out."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.band[0] < self.band[1]:
+            raise ValueError(f"band: {list(self.band)} is empty; give the lower bound first")
+        for name, rule in (("band", "clip"), ("coefficient", "kl")):
+            value = getattr(self, name)
+            if self.rule != rule and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: {value} is only used by rule: {rule}; remove it, or set that")
+        return self
+
+
+class NLLConfig(BaseModel):
+    """Imitation beside reinforcement learning: -log pi of tokens, weighed among themselves as `loss.aggregation` says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    coefficient: Positive = 0.1
+    """Weight in the loss."""
+    of: Literal["successes", "demonstrations"] = "successes"
+    """Tokens to imitate. `successes`: of the minibatch's episodes that report `success`. `demonstrations`: of some of those
+    of the section `warmup`, drawn for each update; the warm-up itself may have no steps."""
+    batch_size: Count = 16
+    """Demonstrations of each update."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.of != "demonstrations" and self.batch_size != type(self).model_fields["batch_size"].default:
+            raise ValueError(
+                f"batch_size: {self.batch_size} is only used by of: demonstrations; remove it, or set that"
+            )
+        return self
+
+
 class LossConfig(BaseModel):
     """The loss section of a recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    algorithm: str = "gspo_token"
+    """Name of an algorithm, which sets the fields below that are not given (`agentrl algorithms` lists names and fields).
+    `loss: NAME` is short for it."""
     unit: RatioUnit = "trajectory"
-    """Tokens that share one importance ratio: `trajectory` (GSPO-token), `turn`, `version` (runs of one policy version
-    within a turn) or `token` (PPO, GRPO)."""
-    trust: Trust = "token"
-    """When a token is pushed no further: its own ratio leaves the range of single tokens (`token`); its unit's ratio leaves the
-    clip range (`fixed`: the GSPO paper); leaves a range that follows how far ratios spread (`calibrated`); never, but the
-    unit's weight fades as its whole probability changes (`kernel`: VESPO)."""
+    """Tokens that share one importance ratio: `trajectory` (GSPO), `turn`, `version` (runs of one policy version within a turn)
+    or `token` (PPO, GRPO)."""
+    trust: Trust = "fixed"
+    """When a token is pushed no further. `fixed`: its unit's ratio leaves the clip range (PPO, GRPO, GSPO). `token`: its own
+    ratio leaves the range of single tokens. `geometric`: so too, and the unit's ratio is made of clipped ones (GMPO). `tv`,
+    `kl`: its probability moved by more than the range (DPPO). `calibrated`: its unit's ratio leaves a range that follows how
+    far ratios spread. Never: the ratio is capped (`cap`: CISPO), fades by a soft gate (`gate`: SAPO) or as the unit's whole
+    probability changes (`kernel`: VESPO), or is left out (`none`: REINFORCE)."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
-    """A ratio below 1 - clip_low stops pushing a token of negative advantage further down. None: follows the clipped
-    ratio, the unit's or with `trust: token` the token's (trajectory 3e-4, turn and version 3e-3, token 0.2)."""
+    """A ratio below 1 - clip_low stops pushing a token of negative advantage further down; with `tv` and `kl`, a divergence
+    above clip_low. None: follows what is clipped (trajectory 3e-4, turn and version 3e-3, token 0.2; `geometric` 0.33, `cap`
+    1, `tv` 0.15, `kl` 0.05)."""
     clip_high: float | None = Field(default=None, gt=0)
-    """A ratio above 1 + clip_high stops pushing a token of positive advantage further up. None: follows the clipped
-    ratio, the unit's or with `trust: token` the token's (trajectory 4e-4, turn and version 4e-3, token 0.27)."""
+    """A ratio above 1 + clip_high stops pushing a token of positive advantage further up; with `tv` and `kl`, a divergence
+    above clip_high. None: follows what is clipped (trajectory 4e-4, turn and version 4e-3, token 0.27; `geometric` 0.49,
+    `cap` 4, `tv` 0.15, `kl` 0.05)."""
+    clip_by_length: int | None = Field(default=None, gt=0)
+    """Tokens of a unit for which `clip_low` and `clip_high` are meant: those of a unit of n tokens are wider by
+    sqrt(clip_by_length / n). For `trust: fixed`. None: the same range at every length."""
+    gate: GateConfig | None = None
+    """Settings of `trust: gate`. None: its defaults."""
     calibrated: CalibratedConfig | None = None
     """Settings of `trust: calibrated`. None: its defaults."""
     kernel: KernelConfig | None = None
@@ -173,12 +300,52 @@ class LossConfig(BaseModel):
     it."""
     mismatch_limit: float = Field(default=2.0, gt=1)
     """Largest weight (and, for `mask`, one over the smallest)."""
+    mismatch_level: MismatchLevel = "unit"
+    """Tokens whose mismatch is corrected together: by the mean over the ratio's `unit`; each `token` by its own; or by the
+    `product` over the trajectory, which is exact and far from 1 on long ones. The latter two whatever the unit."""
+    off_policy_limit: float | None = Field(default=None, gt=0)
+    """A trajectory whose tokens are less probable now than at sampling, by more nats a token than this in the mean, leaves the
+    loss with its tokens of negative advantage (DeepSeek-V3.2). None: none does."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
+    kl_estimator: Literal["k2", "k3", "unbiased", "k1_reward"] = "k2"
+    """Estimate of that divergence: `k2`, whose gradient is that of KL(policy || reference) for tokens that the policy
+    sampled; `k3` (GRPO), whose gradient is that of KL(reference || policy); `unbiased` (DeepSeek-V3.2), k3 weighed by the
+    token's ratio; `k1_reward` (PPO for RLHF, RLOO, REINFORCE++), which the credit scheme sees: each turn's reward loses
+    kl_coefficient times the sum over its tokens of (log-probability at sampling - the reference's). Metrics and records
+    show the environment's own rewards."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy of the tokens' distributions, averaged as `aggregation` says, which is added to the objective:
+    above 0 it keeps the policy random."""
+    covariance: CovarianceConfig | None = None
+    """Restraint on the tokens that lower the entropy most (Clip-Cov, KL-Cov). None: there is none."""
+    nll: NLLConfig | None = None
+    """Imitation of successful episodes or of demonstrations, beside the policy loss. None: there is none."""
+    distill_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the model that `signals.teacher` names (estimated as k2). 0: none, and no teacher is
+    needed. The credit scheme `distill` learns from the teacher alone."""
     routing_replay: Literal["none", "trainer", "engine"] = "none"
     """Experts that the updates of a mixture use: those that it chooses itself; those of the `trainer` before the first update
     (Routing Replay, GSPO paper, section 5.3); or those of the `engine` at sampling (arXiv 2510.11370), if it returns them:
     `transformers`, and vLLM on a GPU. Ratios of `unit: token` need it by the GSPO paper, those of trajectories do not."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        """Fill in the fields of the algorithm that are not given; a name alone is short for its mapping."""
+        if isinstance(given, str):
+            given = {"algorithm": given}
+        if not isinstance(given, Mapping):
+            return given
+        name = given.get("algorithm", cls.model_fields["algorithm"].default)
+        if not isinstance(name, str):
+            return given
+        preset = dict(algorithm(name).loss)
+        if any(given.get(field, preset[field]) != preset[field] for field in ("unit", "trust")):
+            preset = {field: value for field, value in preset.items() if field not in ("clip_low", "clip_high")}
+        if given.get("aggregation", preset["aggregation"]) != preset["aggregation"]:
+            preset.pop("constant_length", None)
+        return {**preset, **given}
 
     @model_validator(mode="after")
     def _check_constant_length(self) -> Self:
@@ -193,13 +360,16 @@ class LossConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_trust(self) -> Self:
-        if self.trust in ("calibrated", "kernel") and not (self.clip_low is None and self.clip_high is None):
-            raise ValueError(
-                f"clip_low and clip_high are ranges of trust: fixed and token, got trust: {self.trust}; remove them"
-            )
-        for name, value in (("calibrated", self.calibrated), ("kernel", self.kernel)):
+        if not self.has_range and not (self.clip_low is None and self.clip_high is None):
+            raise ValueError(f"clip_low and clip_high: trust: {self.trust} has no range; remove them")
+        for name, value in (("calibrated", self.calibrated), ("gate", self.gate), ("kernel", self.kernel)):
             if value is not None and self.trust != name:
                 raise ValueError(f"{name}: is only used by trust: {name}, got trust: {self.trust}; remove one of them")
+        if self.clip_by_length is not None and (self.trust != "fixed" or self.unit == "token"):
+            raise ValueError(
+                f"clip_by_length: {self.clip_by_length} is only used by trust: fixed with a unit of several tokens, got "
+                f"trust: {self.trust} and unit: {self.unit}; remove it, or change these"
+            )
         return self
 
     @model_validator(mode="after")
@@ -207,7 +377,7 @@ class LossConfig(BaseModel):
         if self.mismatch != "off" and self.anchor == "behavior":
             raise ValueError(
                 f"mismatch: {self.mismatch} corrects what anchor: behavior has in its ratio already; "
-                "set anchor: recomputed or sampled, or mismatch: off"
+                "set anchor: recomputed or sampled, or mismatch: 'off'"
             )
         return self
 
@@ -216,10 +386,13 @@ class LossConfig(BaseModel):
         for name, is_used, users in (
             ("kept_versions", self.anchor == "sampled", "anchor: sampled"),
             ("mismatch_limit", self.mismatch != "off", "mismatch: truncate or mask"),
+            ("mismatch_level", self.mismatch != "off", "mismatch: truncate or mask"),
+            ("kl_estimator", self.kl_coefficient > 0, "kl_coefficient above 0"),
         ):
             value = getattr(self, name)
             if not is_used and value != type(self).model_fields[name].default:  # a run's recipe has all defaults
-                raise ValueError(f"{name}: {value:g} is only used by {users}; remove it, or set that")
+                shown = f"{value:g}" if isinstance(value, float) else value
+                raise ValueError(f"{name}: {shown} is only used by {users}; remove it, or set that")
         return self
 
     @model_validator(mode="after")
@@ -231,26 +404,63 @@ class LossConfig(BaseModel):
             )
         return self
 
+    @property
+    def has_kl_reward(self) -> bool:
+        """Whether rewards lose the divergence from the reference before they are credited."""
+        return self.kl_coefficient > 0 and self.kl_estimator == "k1_reward"
+
+    @property
+    def has_kl_loss(self) -> bool:
+        """Whether the divergence from the reference is a term of the loss."""
+        return self.kl_coefficient > 0 and self.kl_estimator != "k1_reward"
+
+    @property
+    def reads_demonstrations(self) -> bool:
+        """Whether a term of the loss imitates demonstrations."""
+        return self.nll is not None and self.nll.of == "demonstrations"
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every token may have a gradient, whatever its advantage."""
+        has_penalty = self.covariance is not None and self.covariance.rule == "kl"
+        return self.has_kl_loss or self.distill_coefficient > 0 or self.entropy_coefficient != 0 or has_penalty
+
+    def needs(self) -> frozenset[Need]:
+        """Return the signals that are measured for the loss, whatever the credit scheme reads."""
+        reads = {Need.REFERENCE_LOGPROBS: self.has_kl_reward, Need.TEACHER_LOGPROBS: self.distill_coefficient > 0}
+        return frozenset(need for need, is_read in reads.items() if is_read)
+
     def clip_range(self) -> tuple[float, float]:
-        """Return (clip_low, clip_high), with the default of the clipped ratio for a field that is None."""
-        low, high = DEFAULT_CLIP[self._clipped_unit]
+        """Return (clip_low, clip_high), with the default of what is clipped for a field that is None."""
+        low, high = _TRUST_CLIP.get(self.trust, DEFAULT_CLIP[self.unit])
         return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
 
     @property
-    def _clipped_unit(self) -> RatioUnit:
-        return "token" if self.trust == "token" else self.unit
+    def has_range(self) -> bool:
+        """Whether `clip_low` and `clip_high` mean something."""
+        return self.trust not in _WITHOUT_RANGE
 
     def describe(self) -> str:
-        """Describe the ratio's unit and its trust region in a phrase: `GSPO-token, clip [0.9997, 1.0004]`."""
+        """Describe the algorithm in a phrase: `grpo: token ratios, clip [0.8, 1.2], trajectory-mean`."""
         low, high = self.clip_range()
-        clip = f"clip [{1 - low:g}, {1 + high:g}]"
-        regions = {
-            "fixed": clip,
+        clip = f"clip [{1 - low:.4g}, {1 + high:.5g}]"
+        regions: dict[Trust, str] = {
+            "none": "no ratio and no clip",
+            "fixed": clip if self.clip_by_length is None else f"{clip} at {self.clip_by_length} tokens",
             "calibrated": f"calibrated clip of {100 * (self.calibrated or CalibratedConfig()).clipped:g} % of tokens",
             "token": clip if self.unit == "token" else f"token-level {clip}",
+            "geometric": f"of ratios clipped to [{1 - low:.4g}, {1 + high:.4g}]",
+            "cap": f"ratio within [{1 - low:.4g}, {1 + high:.4g}]",
+            "gate": "soft gate",
             "kernel": "VESPO kernel",
+            "tv": f"total variation up to {low:g} and {high:g}",
+            "kl": f"divergence up to {low:g} and {high:g}",
         }
-        return f"{'GSPO-token' if self.unit == 'trajectory' else f'{self.unit} ratios'}, {regions[self.trust]}"
+        units = {"trajectory": "one ratio per trajectory", "token": "token ratios"}
+        unit = units.get(self.unit, f"{self.unit} ratios")
+        return (
+            f"{self.algorithm}: {f'{unit}, ' if self.trust != 'none' else ''}{regions[self.trust]}, {self.aggregation}"
+        )
 
     def warnings(self, *, staleness_bound: int = 0) -> list[str]:
         """List settings that are allowed but likely mistakes: too few kept versions, or the clip bound of another unit.
@@ -265,10 +475,11 @@ class LossConfig(BaseModel):
                 "tokens are compared with the engine's log-probabilities, noise included; set it to "
                 f"{staleness_bound}, or lower max_staleness"
             )
+        has_unit_range = self.trust in ("fixed", "token") and self.clip_by_length is None
         for side, name, value in ((0, "clip_low", self.clip_low), (1, "clip_high", self.clip_high)):
-            if value is None:
+            if value is None or not has_unit_range:
                 continue
-            own = DEFAULT_CLIP[self._clipped_unit][side]
+            own = DEFAULT_CLIP["token" if self.trust == "token" else self.unit][side]
             others = {unit: bounds[side] for unit, bounds in DEFAULT_CLIP.items() if bounds[side] != own}
             if any(own < bound <= value or value <= bound < own for bound in others.values()):
                 nearest = min(others.values(), key=lambda bound: abs(log(value / bound)))
@@ -299,6 +510,10 @@ class TrainConfig(BaseModel):
     num_minibatches: Count = 4
     """Parts into which each step's rollouts are drawn (the GSPO paper's four): an optimizer update for each that has a
     gradient."""
+    epochs: Count = 1
+    """Times that a step goes over its rollouts (PPO's epochs), each time in `num_minibatches` minibatches of its own. Ratios
+    compare with the policy before the first of them; with `loss.anchor: recomputed` or `sampled` every epoch takes a forward
+    pass more."""
     max_tokens_per_micro_batch: Annotated[Amount, MayChange()] = 16_384
     """Most tokens in one forward and backward pass, padding included; a token that rows share counts once. A longer
     trajectory is a pass of its own."""
@@ -312,11 +527,11 @@ class TrainConfig(BaseModel):
     warmup_minibatches: AmountOrZero = 0
     """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is
     then at the same point of each step in any run, and ends with it."""
-    target_kl: Positive | None = 0.02
-    """Largest KL divergence of a step, in nats a token: an update that exceeds it, at the tokens of the next minibatch (the
-    last update: of the last one), is halved until it does not. None: no bound. The metric `kl/step` is the largest
-    divergence that minibatches showed, before the last update: 0 with one minibatch. If tokens are stale, all minibatches
-    but the first take a forward pass more."""
+    target_kl: Positive | None = None
+    """Largest KL divergence of a step, in nats a token: an update that exceeds it, at the tokens of the next minibatch, is
+    halved until it does not. None: no bound. The last update is measured at a sample of the first minibatch, an eighth of the
+    step's tokens; if tokens are stale and `loss.anchor` is `behavior`, the others at an eighth of the next minibatch. The
+    metric `kl/step` is the largest divergence before the last update: 0 with one minibatch."""
     ess_scaling: bool = False
     """Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small if
     few trajectories outweigh the rest, as among stale ones (VCPO)."""
@@ -359,6 +574,11 @@ class TrainConfig(BaseModel):
         if self.sharding == "full" and self.optimizer != "adamw":
             raise ValueError(f"optimizer: {self.optimizer} cannot be sharded (sharding: full); set it to adamw")
         return self
+
+    @property
+    def minibatches_a_step(self) -> int:
+        """Minibatches of a step, of all epochs."""
+        return self.epochs * self.num_minibatches
 
     def is_sharded(self, num_processes: int) -> bool:
         """Return whether weights are sharded: a single rank has them whole, whatever `sharding` is."""

@@ -46,13 +46,14 @@ def policy_loss(
 ) -> PolicyLoss:
     """Surrogate with one stop-gradient importance ratio for each unit, within a trust region.
 
-        log s_u = mean over the tokens t of unit u of (policy_logprob_t - anchor_logprob_t), within -80..80
-        f_t     = factor from the trust region; s_u(t) in that of GSPO
-        loss    = -sum_t weight_t * A_t * f_t * exp(policy_logprob_t - sg(policy_logprob_t))
+        log s_u  = mean over the tokens t of unit u of (policy_logprob_t - anchor_logprob_t), within -80..80
+        loss     = -sum_t weight_t * A_t * v_t
+        gradient = -sum_t weight_t * A_t * f_t * grad policy_logprob_t
 
-    If a token has left the trust region, the last factor is 1: no gradient. With `fixed` it is
+    Value v_t and factor f_t are those of the trust region (`learn/trust.py`). With `fixed` it is
 
-        loss    = -sum_t weight_t * min(s_t A_t, clip(s_t, 1 - low, 1 + high) A_t),  s_t = sg(s_u(t)) * exp(...)
+        loss     = -sum_t weight_t * min(s_t A_t, clip(s_t, 1 - low, 1 + high) A_t)
+        s_t      = sg(s_u(t)) * exp(policy_logprob_t - sg(policy_logprob_t))
 
     It is GSPO-token, arXiv 2507.18071 eq. 13-17, if the unit is the trajectory. With an advantage that is constant in each
     trajectory it is GSPO (eq. 5-7) in value, clip decisions and gradient; with one unit for each token it is PPO and
@@ -74,34 +75,159 @@ def policy_loss(
     # An infinite ratio would make 0 * inf of the gradient of a clipped token, or of an advantage of 0.
     ratio_U = _unit_mean(log_ratio_T, unit_T, counts_U).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
     advantages_T = advantages_T.detach()
-    factor_T, clipped_T = trust(Ratios(log_ratio_T, unit_T, ratio_U, advantages_T))
+    ratios = Ratios(policy_logprobs_T.detach(), log_ratio_T, unit_T, ratio_U, advantages_T)
     # One decision for value, gradient and metric: torch.minimum would halve a gradient at a tie.
-    bounded_T = torch.where(clipped_T, factor_T, factor_T * _score(policy_logprobs_T))
-    loss = -(weight_T.detach() * bounded_T * advantages_T).sum()
+    value_T, factor_T, clipped_T = trust(ratios)
+    surrogate_T = value_T + factor_T * (_score(policy_logprobs_T) - 1)
+    loss = -(weight_T.detach() * surrogate_T * advantages_T).sum()
     return PolicyLoss(loss=loss, ratio_U=ratio_U, log_ratio_T=log_ratio_T, clipped_T=clipped_T)
 
 
-def kl_loss(policy_logprobs_T: Tensor, *, reference_logprobs_T: Tensor, weight_T: Tensor, coefficient: float) -> Tensor:
-    """KL divergence of the policy from a reference, at sampled tokens, with the gradient of the divergence itself.
+KLEstimator = Literal["k2", "k3", "unbiased"]
+"""Estimates of a KL divergence whose gradients differ."""
+CovarianceRule = Literal["clip", "kl"]
+"""Restraint on tokens whose advantage and log-probability are high together: no gradient, or a penalty."""
 
-        value    = coefficient * sum_t weight_t * (policy_logprob_t - reference_logprob_t)
-        gradient = coefficient * sum_t weight_t * sg(policy_logprob_t - reference_logprob_t) * grad policy_logprob_t
 
-    Over tokens sampled from the policy the value's expectation is KL(pi || ref) (the "k1" estimate) and the gradient's
-    is grad KL(pi || ref) at each context visited. Back-propagation through a sampled estimate is another thing: through
-    k1 it is 0 in expectation, and through k3 = exp(-d) - 1 + d it is the gradient of KL(ref || pi). A token's effect
-    on the divergence of later contexts is no part of it, and tokens sampled by older weights are not reweighted.
+def kl_loss(
+    policy_logprobs_T: Tensor,
+    *,
+    reference_logprobs_T: Tensor,
+    weight_T: Tensor,
+    coefficient: float,
+    estimator: KLEstimator = "k2",
+    anchor_logprobs_T: Tensor | None = None,
+) -> Tensor:
+    """KL divergence of the policy from a reference, estimated at sampled tokens.
+
+        d_t      = policy_logprob_t - reference_logprob_t,  r_t = exp(policy_logprob_t - anchor_logprob_t)
+        loss     = coefficient * sum_t weight_t * k_t
+        k2       k_t = d_t^2 / 2                       gradient d_t grad log pi_t
+        k3       k_t = exp(-d_t) - 1 + d_t             gradient (1 - exp(-d_t)) grad log pi_t
+        unbiased k_t = r_t (exp(-d_t) - 1 + d_t)       gradient r_t d_t grad log pi_t
+
+    Over tokens sampled from the policy the gradient of k2 is grad KL(pi || ref) at each context visited, and that of k3 is
+    the gradient of KL(ref || pi); over tokens sampled from the anchor that of `unbiased` is grad KL(pi || ref). A token's
+    effect on the divergence of later contexts is no part of it.
+
+    Source: "Approximating KL divergence", J. Schulman, 2020; `unbiased`: DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
 
     Shapes: `(T,)` each; returns a scalar to be added to the policy loss.
 
     Raises:
-        ValueError: for a wrong rank, dtype or length, numbers that are not finite, or a negative coefficient.
+        ValueError: for a wrong rank, dtype or length, numbers that are not finite, a negative coefficient, or `unbiased`
+            without an anchor.
     """
     _check_tokens(policy_logprobs_T, reference_logprobs_T=reference_logprobs_T, weight_T=weight_T)
-    if not (isfinite(coefficient) and coefficient >= 0):
-        raise ValueError(f"expected a finite coefficient >= 0, got {coefficient}")
+    _check_coefficient(coefficient)
     log_ratio_T = (policy_logprobs_T - reference_logprobs_T).detach()
-    return coefficient * (weight_T.detach() * log_ratio_T * _score(policy_logprobs_T)).sum()
+    if estimator == "k2":
+        value_T, factor_T = log_ratio_T**2 / 2, log_ratio_T
+    else:
+        value_T = torch.expm1(-log_ratio_T) + log_ratio_T
+        factor_T = -torch.expm1(-log_ratio_T)
+    if estimator == "unbiased":
+        if anchor_logprobs_T is None:
+            raise ValueError("expected anchor_logprobs_T: the estimator 'unbiased' weighs by the ratio to the anchor")
+        ratio_T = (policy_logprobs_T - anchor_logprobs_T).detach().clamp(max=_LARGEST_LOG_RATIO).exp()
+        value_T, factor_T = ratio_T * value_T, ratio_T * log_ratio_T
+    return coefficient * (weight_T.detach() * (value_T + factor_T * (_score(policy_logprobs_T) - 1))).sum()
+
+
+def nll_loss(policy_logprobs_T: Tensor, *, weight_T: Tensor, coefficient: float) -> Tensor:
+    """Negative log-likelihood of tokens that the policy is to imitate: successful episodes, or demonstrations.
+
+        loss     = -coefficient * sum_t weight_t * log pi_t
+
+    Source: the positive-example language-model loss of VAPO, arXiv 2504.05118, whose weights are those of `token-mean`.
+
+    Shapes: `(T,)` each; a token of weight 0 has no part in it. Returns a scalar to be added to the policy loss.
+
+    Raises:
+        ValueError: for a wrong rank, dtype or length, numbers that are not finite, or a negative coefficient.
+    """
+    _check_tokens(policy_logprobs_T, weight_T=weight_T)
+    _check_coefficient(coefficient)
+    return -coefficient * (weight_T.detach() * policy_logprobs_T).sum()
+
+
+def select_by_covariance(
+    advantages_T: Tensor,
+    logprobs_T: Tensor,
+    *,
+    rule: CovarianceRule,
+    share: float,
+    band: tuple[float, float],
+    generator: torch.Generator,
+) -> Tensor:
+    """Return the tokens that lower the entropy most: those whose advantage and log-probability are high together.
+
+        c_t      = (A_t - mean A) (logprob_t - mean logprob), the means over all tokens
+        clip     max(1, floor(share T)) tokens at random among those with band[0] < c_t < band[1], or all of them
+        kl       the max(1, floor(share T)) tokens of the largest c_t
+
+    Source: Clip-Cov and KL-Cov, arXiv 2505.22617, section 4. Tokens are those of a whole minibatch, and log-probabilities
+    those at sampling, so that no split and no number of ranks changes the choice. (verl takes the present ones of a
+    micro-batch, and its Clip-Cov draws from the tokens that the clip range leaves.)
+
+    Shapes: `(T,)` each; returns bool `(T,)`.
+
+    Raises:
+        ValueError: for a wrong rank, dtype or length, numbers that are not finite, or a share beyond 0..1.
+    """
+    _check_tokens(logprobs_T, advantages_T=advantages_T)
+    if not 0 < share <= 1:
+        raise ValueError(f"expected a share above 0 and at most 1, got {share}")
+    selected_T = torch.zeros(len(logprobs_T), dtype=torch.bool, device=logprobs_T.device)
+    if not len(logprobs_T):
+        return selected_T
+    covariance_T = (advantages_T - advantages_T.mean()) * (logprobs_T - logprobs_T.mean())
+    if rule == "clip":
+        within = ((covariance_T > band[0]) & (covariance_T < band[1])).nonzero().flatten()
+        order = within[torch.randperm(len(within), generator=generator)]
+    else:
+        order = torch.argsort(covariance_T, descending=True, stable=True)
+    selected_T[order[: max(1, int(share * len(logprobs_T)))]] = True
+    return selected_T
+
+
+def covariance_penalty(
+    policy_logprobs_T: Tensor, *, anchor_logprobs_T: Tensor, weight_T: Tensor, selected_T: Tensor, coefficient: float
+) -> Tensor:
+    """Penalty on selected tokens that leave the anchor, whichever way.
+
+        loss     = coefficient * sum over selected t of weight_t * |log pi_t - anchor_logprob_t|
+        gradient   coefficient * weight_t * sign(log pi_t - anchor_logprob_t) grad log pi_t; 0 at the anchor
+
+    Source: KL-Cov, arXiv 2505.22617, section 4, in the form of the authors' code. The trust region stays as it is (the
+    authors' has none).
+
+    Shapes: `(T,)` each, `selected_T` bool; returns a scalar to be added to the policy loss.
+
+    Raises:
+        ValueError: for a wrong rank, dtype or length, numbers that are not finite, or a negative coefficient.
+    """
+    _check_tokens(policy_logprobs_T, anchor_logprobs_T=anchor_logprobs_T, weight_T=weight_T)
+    _check_coefficient(coefficient)
+    distance_T = (policy_logprobs_T - anchor_logprobs_T.detach()).abs()
+    return coefficient * (weight_T.detach() * selected_T * distance_T).sum()
+
+
+def off_policy_keep(
+    policy_logprobs_T: Tensor, behavior_logprobs_T: Tensor, advantages_T: Tensor, trajectory_T: Tensor, *, limit: float
+) -> Tensor:
+    """Return which tokens stay in the loss: not those that failed, in a trajectory that the policy would hardly sample.
+
+        keep_t = A_t >= 0, or mean over the trajectory's tokens of (behavior_logprob - policy_logprob) <= limit
+
+    Source: off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+
+    Shapes: `(T,)` each, `trajectory_T` int64 of any numbers; returns bool `(T,)`.
+    """
+    _, index_T = torch.unique(trajectory_T, return_inverse=True)
+    distance_T = (behavior_logprobs_T - policy_logprobs_T).detach()
+    mean_U = _unit_mean(distance_T, index_T, torch.bincount(index_T))
+    return (advantages_T >= 0) | (mean_U <= limit)[index_T]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,6 +242,10 @@ class MismatchWeights:
     """Units whose factor the limit changed."""
 
 
+MismatchLevel = Literal["unit", "token", "product"]
+"""Tokens whose mismatch is corrected together, and how."""
+
+
 def mismatch_weights(
     proximal_logprobs_T: Tensor,
     behavior_logprobs_T: Tensor,
@@ -123,14 +253,21 @@ def mismatch_weights(
     *,
     mode: Literal["truncate", "mask"],
     limit: float,
+    level: MismatchLevel = "unit",
 ) -> MismatchWeights:
     """Importance weight of each unit between the trainer's and the engine's view of the policy that sampled it.
 
-        w_u = sg[exp(mean over the tokens of unit u of (proximal_logprob - behavior_logprob))]
-        truncate: min(w_u, limit)          mask: w_u if 1 / limit <= w_u <= limit, else 0
+        d_t     = proximal_logprob_t - behavior_logprob_t
+        unit    w_u = sg[exp(mean over the tokens of unit u of d_t)]
+        product w_u = sg[exp(sum over the tokens of unit u of d_t)]
+        token   w_t = sg[exp(d_t)], whatever the unit
+        truncate: min(w, limit)          mask: w if 1 / limit <= w <= limit, else 0
 
     `proximal` are the log-probabilities that the trainer recomputes under the weights that sampled, `behavior` those
     the engine recorded. It is no part of the clipped ratio, and a masked token stays in the aggregation's denominators.
+
+    Source: truncated (TIS) and masked (MIS, IcePop) importance sampling, arXiv 2505.24298 and 2510.18855; `product` is that
+    of whole sequences (TRL's `sequence_truncate` and `sequence_mask`), exact, and far from 1 on long ones.
 
     Shapes: `(T,)` each, `unit_T` as in `policy_loss`.
 
@@ -142,8 +279,13 @@ def mismatch_weights(
         raise ValueError(f"expected mode 'truncate' or 'mask', got {mode!r}")
     if not limit >= 1:
         raise ValueError(f"expected a limit >= 1, the largest factor of a unit, got {limit}")
+    if level == "token":
+        unit_T = torch.arange(len(unit_T), device=unit_T.device)
     counts_U = _count_units(unit_T, proximal_logprobs_T)
-    raw_U = _unit_mean((proximal_logprobs_T - behavior_logprobs_T).detach(), unit_T, counts_U).exp()
+    log_U = _unit_mean((proximal_logprobs_T - behavior_logprobs_T).detach(), unit_T, counts_U)
+    if level == "product":
+        log_U = log_U * counts_U
+    raw_U = log_U.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
     limited_U = raw_U > limit
     if mode == "mask":
         limited_U = limited_U | (raw_U < 1 / limit)
@@ -185,6 +327,11 @@ def _count_units(unit_T: Tensor, like_T: Tensor) -> Tensor:
             "units of each micro-batch again with unit_index"
         )
     return counts_U
+
+
+def _check_coefficient(coefficient: float) -> None:
+    if not (isfinite(coefficient) and coefficient >= 0):
+        raise ValueError(f"expected a finite coefficient >= 0, got {coefficient}")
 
 
 def _check_tokens(logprobs_T: Tensor, **others: Tensor) -> None:

@@ -38,6 +38,8 @@ class Observations:
     columns: dict[str, list[npt.NDArray[Any]]] = field(default_factory=dict)
     """Arrays of each name, one per micro-batch, in the narrowest dtype. See `passes`."""
     loss: float = 0.0
+    demonstrated: "Sums" = field(default_factory=lambda: Sums())
+    """Negative log-probabilities of demonstrated tokens, of which nothing else is observed."""
 
     def add(self, **tensors: Tensor) -> None:
         """Append observations to the columns of these names."""
@@ -123,6 +125,8 @@ class MinibatchStats:
     def from_observations(cls, observations: Observations) -> "MinibatchStats":
         """Return the statistics of this rank's observations."""
         tally = cls.merge([_of_pass(part) for part in observations.passes()])
+        if observations.demonstrated.num:
+            tally = replace(tally, sums={**tally.sums, "nll_T": observations.demonstrated})
         return replace(tally, loss=observations.loss)
 
     @classmethod
@@ -151,22 +155,31 @@ def _of_pass(part: Mapping[str, Array]) -> MinibatchStats:
     engine_T = part["engine_difference_T"]
     version_T = part["version_T"].astype(np.int64)
     trajectory_T = part["trajectory_T"].astype(np.int64)
-    moved_T = part["moved_T"][~np.isnan(part["moved_T"])]  # those whose log-probability before the step is known
     clipped_T = part["clipped_T"]
     is_up_T = part["advantage_T"] > 0
     is_down_T = part["advantage_T"] < 0
     clipped_U, has_up_U, has_down_U = (
         np.bincount(index_T, weights=what_T) > 0 for what_T in (clipped_T, is_up_T, is_down_T)
     )
-    alone = ("entropy_T", "engine_difference_T", "reference_kl_T", "mismatch_U", "limited_U", "rejected_U")
+    alone = (
+        "entropy_T",
+        "engine_difference_T",
+        "reference_kl_T",
+        "mismatch_U",
+        "limited_U",
+        "rejected_U",
+        "off_policy_T",
+        "selected_T",
+        "nll_T",
+        "teacher_kl_T",
+    )
     columns = {name: part[name] for name in alone if name in part} | {
         "ratio_U": ratio_U,
         "ratio_deviation_U": np.abs(ratio_U - 1),
         "token_ratio_T": np.exp(log_ratio_T),
         "anchor_distance_T": np.abs(log_ratio_T),
         "engine_distance_T": np.abs(engine_T),
-        # Source: "Approximating KL divergence", J. Schulman, 2020 (k3).
-        "divergence_T": np.expm1(moved_T.clip(max=80)) - moved_T,
+        "divergence_T": divergence_terms(part["moved_T"]),
         "clipped_T": clipped_T,
         "clipped_up_T": clipped_T * is_up_T,
         "clipped_down_T": clipped_T * is_down_T,
@@ -180,6 +193,16 @@ def _of_pass(part: Mapping[str, Array]) -> MinibatchStats:
         trajectories={int(number): float(total_I[number]) for number in np.unique(trajectory_T)},
         versions={int(version): Sums.from_values(distance_T[version_T == version]) for version in np.unique(version_T)},
     )
+
+
+def divergence_terms(moved_T: Array) -> Array:
+    """Return r - 1 - log r of changes log r of log-probabilities: without those that are nan, which are not known.
+
+    Source: "Approximating KL divergence", J. Schulman, 2020 (k3).
+    """
+    known_T = moved_T[~np.isnan(moved_T)]
+    terms_T: Array = np.expm1(known_T.clip(max=80)) - known_T
+    return terms_T
 
 
 def _narrow(tensor: Tensor) -> Tensor:
@@ -204,14 +227,19 @@ class _PassStats(NamedTuple):
 
 
 class TokenDiagnostics:
-    """Grows by the minibatches of a step: each token is in one, and each rank records those that it computes."""
+    """Grows by the minibatches of a step: each token is in one of every epoch, of which the last counts.
+
+    Each rank records the tokens that it computes.
+    """
 
     def __init__(self) -> None:
         self._minibatches: list[tuple[list[tuple[Trajectory, Credit]], list[_PassStats]]] = []
 
     def add(self, pairs: Sequence[tuple[Trajectory, Credit]], observations: Observations) -> None:
         """Record the diagnostics of this rank's passes over a minibatch."""
-        columns = [observations.columns[name] for name in ("token_T", "unit_T", "ratio_U", "entropy_T", "clipped_T")]
+        columns = [
+            observations.columns.get(name, []) for name in ("token_T", "unit_T", "ratio_U", "entropy_T", "clipped_T")
+        ]
         seen = [
             _PassStats(token_T, ratio_U[unit_T], entropy_T, clipped_T)
             for token_T, unit_T, ratio_U, entropy_T, clipped_T in zip(*columns, strict=True)
@@ -372,7 +400,13 @@ def update_metrics(tallies: Sequence[MinibatchStats], *, current_version: int) -
         metrics["mismatch/limited"] = found["limited_U"].mean
     if "rejected_U" in found.sums:
         metrics["clip/units_rejected"] = found["rejected_U"].mean
-    return metrics
+    further = {
+        "off_policy_T": "clip/off_policy_tokens",
+        "selected_T": "clip/covariance_tokens",
+        "nll_T": "nll",
+        "teacher_kl_T": "kl/teacher",
+    }
+    return metrics | {metric: found[name].mean for name, metric in further.items() if name in found.sums}
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]]) -> dict[str, float]:

@@ -10,12 +10,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from agentrl.learn import trust as regions
 from agentrl.learn.batch import LossColumns
 from agentrl.learn.calibration import Calibration, ClipTarget, units_of
-from agentrl.learn.config import KernelConfig, LossConfig
-from agentrl.learn.loss import kl_loss, mismatch_weights, policy_loss
+from agentrl.learn.config import GateConfig, KernelConfig, LossConfig
+from agentrl.learn.loss import (
+    covariance_penalty,
+    kl_loss,
+    mismatch_weights,
+    nll_loss,
+    off_policy_keep,
+    policy_loss,
+)
 from agentrl.learn.metrics import Observations
-from agentrl.learn.trust import TrustRegion, fixed, is_rejected, kernel, rejecting, token
+from agentrl.learn.trust import TrustRegion, is_rejected
 
 
 class StaleTokens(NamedTuple):
@@ -48,6 +56,7 @@ def micro_batch_loss(
     anchor: AnchorState,
     version: int,
     reference_logprobs_T: Tensor | None = None,
+    entropy_T: Tensor | None = None,
 ) -> Tensor:
     """Return a micro-batch's share of the loss of its global batch, and record its observations.
 
@@ -60,6 +69,7 @@ def micro_batch_loss(
         anchor: log-probabilities before the first update.
         version: version of the policy before the step.
         reference_logprobs_T: log-probabilities under the reference policy. None: no KL loss.
+        entropy_T: entropies of the tokens' distributions, with a gradient. None: no bonus for them.
     """
     anchor_T = columns.behavior_T if config.anchor == "behavior" else _anchor_logprobs(policy_logprobs_T, anchor)
     result = policy_loss(
@@ -67,18 +77,30 @@ def micro_batch_loss(
         anchor_logprobs_T=anchor_T,
         advantages_T=columns.advantage_T,
         unit_T=columns.unit_T,
-        weight_T=_corrected_weights(anchor_T, columns, config, observations),
+        weight_T=_corrected_weights(policy_logprobs_T, anchor_T, columns, config, observations),
         trust=trust,
     )
-    loss = result.loss
-    if reference_logprobs_T is not None:
+    loss = result.loss + _imitation(policy_logprobs_T, columns, config, observations)
+    if reference_logprobs_T is not None and config.kl_estimator != "k1_reward":
         loss = loss + kl_loss(
             policy_logprobs_T,
             reference_logprobs_T=reference_logprobs_T,
             weight_T=columns.weight_T,
             coefficient=config.kl_coefficient,
+            estimator=config.kl_estimator,
+            anchor_logprobs_T=anchor_T,
         )
         observations.add(reference_kl_T=policy_logprobs_T - reference_logprobs_T)
+    if entropy_T is not None:
+        loss = loss - config.entropy_coefficient * (columns.weight_T * entropy_T).sum()
+    if config.covariance is not None and config.covariance.rule == "kl" and columns.selected_T is not None:
+        loss = loss + covariance_penalty(
+            policy_logprobs_T,
+            anchor_logprobs_T=anchor_T,
+            weight_T=columns.weight_T,
+            selected_T=columns.selected_T,
+            coefficient=config.covariance.coefficient,
+        )
     if config.reject is not None:
         observations.add(rejected_U=is_rejected(result.ratio_U, config.reject))
     observations.add(
@@ -87,12 +109,31 @@ def micro_batch_loss(
         advantage_T=columns.advantage_T,
         unit_T=columns.unit_T,
         log_ratio_T=result.log_ratio_T,
-        moved_T=_policy_change(policy_logprobs_T, anchor, result.log_ratio_T, columns.version_T == version),
+        moved_T=policy_change(policy_logprobs_T, anchor, result.log_ratio_T, columns.version_T == version),
         engine_difference_T=policy_logprobs_T - columns.behavior_T,
         version_T=columns.version_T,
         trajectory_T=columns.trajectory_T,
     )
     observations.loss += float(loss.detach())
+    return loss
+
+
+def _imitation(
+    policy_logprobs_T: Tensor, columns: LossColumns, config: LossConfig, observations: Observations
+) -> Tensor:
+    """Return the terms of the loss that draw the policy to successful episodes and to a teacher."""
+    loss = policy_logprobs_T.new_zeros(())
+    if config.nll is not None and columns.nll_weight_T is not None:
+        loss = loss + nll_loss(policy_logprobs_T, weight_T=columns.nll_weight_T, coefficient=config.nll.coefficient)
+        observations.add(nll_T=-policy_logprobs_T[columns.nll_weight_T > 0])
+    if columns.teacher_T is not None:
+        loss = loss + kl_loss(
+            policy_logprobs_T,
+            reference_logprobs_T=columns.teacher_T,
+            weight_T=columns.weight_T,
+            coefficient=config.distill_coefficient,
+        )
+        observations.add(teacher_kl_T=policy_logprobs_T - columns.teacher_T)
     return loss
 
 
@@ -105,19 +146,46 @@ def _anchor_logprobs(policy_logprobs_T: Tensor, anchor: AnchorState) -> Tensor:
 
 
 def _corrected_weights(
-    anchor_T: Tensor, columns: LossColumns, config: LossConfig, observations: Observations
+    policy_logprobs_T: Tensor,
+    anchor_T: Tensor,
+    columns: LossColumns,
+    config: LossConfig,
+    observations: Observations,
 ) -> Tensor:
-    """Return the tokens' weights in the loss, corrected for the mismatch of engine and trainer if the recipe asks for it."""
+    """Return the tokens' weights in the policy loss: corrected for mismatch, and 0 for what has no part in it."""
+    weight_T = columns.weight_T
+    if columns.selected_T is not None:
+        observations.add(selected_T=columns.selected_T)
+        if config.covariance is not None and config.covariance.rule == "clip":
+            weight_T = weight_T * ~columns.selected_T
+    if config.off_policy_limit is not None:
+        keep_T = off_policy_keep(
+            policy_logprobs_T,
+            columns.behavior_T,
+            columns.advantage_T,
+            columns.trajectory_T,
+            limit=config.off_policy_limit,
+        )
+        observations.add(off_policy_T=~keep_T)
+        weight_T = weight_T * keep_T
     if config.mismatch == "off":
-        return columns.weight_T
+        return weight_T
+    unit_T = columns.unit_T
+    if config.mismatch_level == "product":  # of the whole trajectory, whatever the ratio's unit
+        unit_T = torch.unique(columns.trajectory_T, return_inverse=True)[1]
     mismatch = mismatch_weights(
-        anchor_T, columns.behavior_T, columns.unit_T, mode=config.mismatch, limit=config.mismatch_limit
+        anchor_T,
+        columns.behavior_T,
+        unit_T,
+        mode=config.mismatch,
+        limit=config.mismatch_limit,
+        level=config.mismatch_level,
     )
     observations.add(mismatch_U=mismatch.raw_U, limited_U=mismatch.limited_U)
-    return columns.weight_T * mismatch.weight_T
+    return weight_T * mismatch.weight_T
 
 
-def _policy_change(policy_logprobs_T: Tensor, anchor: AnchorState, log_ratio_T: Tensor, is_fresh_T: Tensor) -> Tensor:
+def policy_change(policy_logprobs_T: Tensor, anchor: AnchorState, log_ratio_T: Tensor, is_fresh_T: Tensor) -> Tensor:
     """Return the change of log-probabilities since the step began; nan for tokens of which it is not known."""
     if anchor.logprobs_T is not None:
         return policy_logprobs_T.detach() - anchor.logprobs_T
@@ -136,17 +204,36 @@ def trust_region(config: LossConfig, columns: LossColumns, *, calibration: Calib
         version: version of the policy before the step.
     """
     low, high = config.clip_range()
-    region = partial(fixed, low=low, high=high)
-    if config.trust == "calibrated":
-        units = units_of(columns.unit_T.cpu().numpy(), (version - columns.version_T).cpu().numpy())
-        down_U, up_U = (
-            torch.from_numpy(width_U).to(columns.weight_T)
-            for width_U in calibration.widths(units, ClipTarget.from_config(config))
-        )
-        region = partial(fixed, low=-torch.expm1(-down_U)[columns.unit_T], high=torch.expm1(up_U)[columns.unit_T])
-    elif config.trust == "token":
-        region = partial(token, low=low, high=high)
-    elif config.trust == "kernel":
-        exponents = config.kernel or KernelConfig()
-        region = partial(kernel, positive=exponents.positive, negative=exponents.negative)
-    return region if config.reject is None else partial(rejecting, within=region, limit=config.reject)
+    match config.trust:
+        case "fixed" if config.clip_by_length is not None:
+            low_T, high_T = regions.by_length(columns.unit_T, low=low, high=high, length=config.clip_by_length)
+            region: TrustRegion = partial(
+                regions.fixed, low=low_T.to(columns.weight_T), high=high_T.to(columns.weight_T)
+            )
+        case "calibrated":
+            units = units_of(columns.unit_T.cpu().numpy(), (version - columns.version_T).cpu().numpy())
+            down_U, up_U = (
+                torch.from_numpy(width_U).to(columns.weight_T)
+                for width_U in calibration.widths(units, ClipTarget.from_config(config))
+            )
+            low_T, high_T = -torch.expm1(-down_U)[columns.unit_T], torch.expm1(up_U)[columns.unit_T]
+            region = partial(regions.fixed, low=low_T, high=high_T)
+        case "gate":
+            gate = config.gate or GateConfig()
+            region = partial(regions.gated, positive=gate.positive, negative=gate.negative)
+        case "kernel":
+            exponents = config.kernel or KernelConfig()
+            region = partial(regions.kernel, positive=exponents.positive, negative=exponents.negative)
+        case "none":
+            region = regions.unclipped
+        case "tv" | "kl" as kind:
+            region = partial(regions.divergence, low=low, high=high, kind=kind)
+        case _:
+            clipped = {
+                "fixed": regions.fixed,
+                "token": regions.token,
+                "geometric": regions.geometric,
+                "cap": regions.capped,
+            }
+            region = partial(clipped[config.trust], low=low, high=high)
+    return region if config.reject is None else partial(regions.rejecting, within=region, limit=config.reject)

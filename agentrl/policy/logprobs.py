@@ -35,17 +35,17 @@ def fused_logprobs(
         z = behind(hidden weight^T + bias) / temperature
         logprob_t = z[t, target_t] - logsumexp(z[t]),    entropy_t = logsumexp(z[t]) - sum_v softmax(z[t])_v z[t, v]
 
-    Logits exist one tile of at most `chunk_elements` (by default `tile_elements`) at a time, and one more tile of scratch, two
-    with a cap. They are computed again in the backward pass, unless one tile holds them all and there is no cap. The gradient
-    of the weight is added up in one float32 buffer of its shape. Logits are float32 for half-precision inputs, added up in
-    float32; float64 stays float64. Autocast changes nothing, so that logits are not rounded to half precision. The
-    dtype of `hidden` decides the multiplication. In bfloat16 a GPU gets the weight rounded to it, tile by tile, and uses its
-    tensor cores; in the backward pass the weight and the gradients of logits are rounded to it everywhere, and on a CPU each
-    tile's product.
+    Logits exist one tile of at most `chunk_elements` (by default `tile_elements`) at a time, and one more tile of scratch,
+    another with a cap, and another if the entropy has a gradient. They are computed again in the backward pass, unless one
+    tile holds them all and there is no cap. The gradient of the weight is added up in one float32 buffer of its shape. Logits
+    are float32 for half-precision inputs, added up in float32; float64 stays float64. Autocast changes nothing, so that
+    logits are not rounded to half precision. The dtype of `hidden` decides the multiplication. In bfloat16 a GPU gets the
+    weight rounded to it, tile by tile, and uses its tensor cores; in the backward pass the weight and the gradients of logits
+    are rounded to it everywhere, and on a CPU each tile's product.
 
     Shapes: hidden `(T, D)`, weight `(V, D)`, targets int64 `(T,)`, bias `(V,)`. Both results are `(T,)`, float32
-    (float64 for float64 inputs). The log-probabilities are differentiable in hidden, weight and bias, once; the entropy
-    carries no gradient. T = 0 gives empty results and zero gradients.
+    (float64 for float64 inputs). Both are differentiable in hidden, weight and bias, once. T = 0 gives empty results and zero
+    gradients.
 
     Raises:
         ValueError: for a wrong rank, dtype or length, a target outside 0..V-1, or a temperature that is not above 0.
@@ -120,23 +120,23 @@ class _FusedLogprobs(torch.autograd.Function):
         keep = cap is None and num_tokens * len(weight_VD) <= chunk_elements and num_tokens > 0
         kept_TV = tiles.tile(slice(0, num_tokens), slice(0, len(weight_VD))) if keep else None
         normalizer_T = sum_R.log() if keep else logsumexp_T
-        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, targets_T, normalizer_T, kept_TV)
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, targets_T, normalizer_T, entropy_T, kept_TV)
         ctx.divisor = divisor
         ctx.cap = cap
         ctx.chunk_elements = chunk_elements
-        ctx.mark_non_differentiable(entropy_T)
         ctx.set_materialize_grads(False)
         return target_logit_T - logsumexp_T, entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_T: Tensor | None, _grad_entropy_T: Tensor | None
+        ctx: Any, grad_T: Tensor | None, grad_entropy_T: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
-        hidden_TD, weight_VD, bias_V, targets_T, normalizer_T, kept_TV = ctx.saved_tensors
+        hidden_TD, weight_VD, bias_V, targets_T, normalizer_T, entropy_T, kept_TV = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        if grad_T is None:
+        if grad_T is None and grad_entropy_T is None:
             return None, None, None, None, None, None, None
+        grad_T = torch.zeros_like(normalizer_T) if grad_T is None else grad_T
         dtype = normalizer_T.dtype
         grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=dtype) if needs_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needs_weight else None
@@ -148,8 +148,12 @@ class _FusedLogprobs(torch.autograd.Function):
                 logits_RC = tiles.logits(rows, columns) if kept_TV is None else kept_TV
                 slope_RC = None if ctx.cap is None else (logits_RC / ctx.cap).square_().neg_().add_(1)
                 log_softmax_RC = torch.sub(logits_RC, normalizer_T[rows, None], out=tiles.tile(rows, columns))
-                # d logprob / d z = onehot(target) - softmax(z)
-                grad_RC = log_softmax_RC.exp_().mul_(-grad_R)
+                # d logprob / d z = onehot(target) - softmax(z),  d entropy / d z = -softmax(z) (log softmax(z) + entropy)
+                factor_RC: Tensor = -grad_R
+                if grad_entropy_T is not None:
+                    bonus_R = (grad_entropy_T[rows] / ctx.divisor)[:, None]
+                    factor_RC = (log_softmax_RC + entropy_T[rows, None]).mul_(-bonus_R).sub_(grad_R)
+                grad_RC = log_softmax_RC.exp_().mul_(factor_RC)
                 index_R, inside_R = _local_targets(targets_T[rows], columns)
                 grad_RC.scatter_add_(1, index_R[:, None], torch.where(inside_R[:, None], grad_R, 0))
                 if slope_RC is not None:

@@ -19,7 +19,7 @@ from agentrl.engine import EngineConfig
 from agentrl.engine.auto import AutoConfig as AutoEngineConfig
 from agentrl.env.make import EnvConfig
 from agentrl.errors import ConfigError
-from agentrl.learn.config import LossConfig, TrainConfig, WarmupConfig
+from agentrl.learn.config import LossConfig, TrainConfig, WarmupConfig, algorithm
 from agentrl.learn.health import COLLAPSED_STEPS
 from agentrl.learn.signals import SignalsConfig
 from agentrl.policy.config import ModelConfig
@@ -57,10 +57,25 @@ class Recipe(BaseModel):
     evaluation: Annotated[EvaluationConfig, MayChange()] = EvaluationConfig()
     report: Annotated[ReportConfig, MayChange()] = ReportConfig()
 
-    @field_validator("credit", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _default_scheme(cls, credit: object) -> object:
-        return {"scheme": "uniform", **credit} if isinstance(credit, Mapping) else credit
+    def _of_algorithm(cls, given: Any) -> Any:
+        """Fill in what the algorithm of the loss sets in other sections, and what it takes from them."""
+        if not isinstance(given, Mapping):
+            return given
+        data = named_sections(given)
+        loss, credit = data.get("loss", {}), data.get("credit", {})
+        fields = dict(loss) if isinstance(loss, Mapping | LossConfig) else {}
+        chosen = algorithm(str(fields.get("algorithm", LossConfig().algorithm)))
+        if isinstance(credit, Mapping):
+            own = chosen.credit or {"scheme": "uniform"}
+            data["credit"] = {**(own if credit.get("scheme", own["scheme"]) == own["scheme"] else {}), **credit}
+        if isinstance(train := data.get("train", {}), Mapping):
+            data["train"] = {**chosen.train, **train}
+        resolved = chosen.loss | fields
+        if resolved["aggregation"] == "constant" and resolved.get("constant_length") is None:
+            data["loss"] = {**fields, "constant_length": _max_episode_tokens(data.get("rollout"))}
+        return data
 
     @field_validator("run_dir")
     @classmethod
@@ -114,6 +129,27 @@ class Recipe(BaseModel):
         return self
 
 
+def named_sections(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections, with names that stand for one (`loss: grpo`, `credit: uniform`) written out."""
+    return {
+        section: {NAMED[section]: value} if section in NAMED and isinstance(value, str) else value
+        for section, value in given.items()
+    }
+
+
+NAMED = {"loss": "algorithm", "credit": "scheme"}
+"""Sections for which a name may stand, and the field that it is."""
+
+
+def _max_episode_tokens(rollout: Any) -> Any:
+    given = (
+        rollout.get("max_episode_tokens")
+        if isinstance(rollout, Mapping)
+        else getattr(rollout, "max_episode_tokens", None)
+    )
+    return given or RolloutConfig().max_episode_tokens
+
+
 def _field_of_error(scheme: CreditScheme) -> str | None:
     """Return the field of the recipe whose rule stops a run at a trajectory that has no sibling."""
     field = "credit"
@@ -142,18 +178,20 @@ def load_recipe(
         overrides: options as on the command line: `--rollout.group_size 4`.
         changes: sections, as in a recipe, but with only the fields that change; overrides lie over them.
 
-    Naming another `env.id` or `credit.scheme` drops the recipe's options for the former one; naming another plug-in elsewhere
-    (`chat.renderer`) drops those that it does not have.
+    Naming another `env.id`, `credit.scheme` or `loss.algorithm` drops the recipe's options for the former one; naming another
+    plug-in elsewhere (`chat.renderer`) drops those that it does not have.
 
     Raises:
         ConfigError: naming each field at fault, with the nearest name for one that does not exist.
     """
-    data = dict(source) if isinstance(source, Mapping) else _read(source)
-    changed = _merged(changes or {}, _parse_overrides(overrides))
+    data = named_sections(source if isinstance(source, Mapping) else _read(source))
+    changed = _merged(named_sections(changes or {}), _parse_overrides(overrides))
     if _nested(changed, "env", "id") not in (None, _nested(data, "env", "id") or EnvConfig().id):
         data["env"] = {}
     if _nested(changed, "credit", "scheme") not in (None, _nested(data, "credit", "scheme")):
         data["credit"] = {}
+    if _nested(changed, "loss", "algorithm") not in (None, _nested(data, "loss", "algorithm")):
+        data["loss"] = {}
     for section, seam in _SEAMS.items():
         name, former = _nested(changed, section, seam.seam.key), data.get(section)
         if isinstance(name, str) and isinstance(former, dict):
@@ -187,9 +225,41 @@ def plan(recipe: Recipe) -> dict[str, str]:
         "tokens per micro-batch": f"at most {train.max_tokens_per_micro_batch}, shared ones once",
         "steps": f"{train.steps} (at most {train.steps * updates} updates)",
         "credit": ", ".join(f"{key} {value}" for key, value in recipe.credit.items()),
-        "loss": recipe.loss.describe(),
+        "loss": recipe.loss.describe() + _other_credit(recipe),
         "evaluation": f"{recipe.evaluation.num_tasks} evaluation tasks, {recipe.evaluation.samples} episodes each",
     }
+
+
+_LARGEST_RATE = 5e-5
+"""Learning rate above which whole weights of a pretrained model are lost within steps; usual are 1e-6 to 2e-5."""
+_LARGEST_BOUND = 20.0
+"""Nats of a whole episode above which a bound on each token bounds little: there the policy would hardly sample it again."""
+
+
+def warnings(recipe: Recipe) -> list[str]:
+    """List settings that are allowed but likely mistakes, before anything starts."""
+    found = recipe.loss.warnings(staleness_bound=recipe.rollout.staleness_bound)
+    rate, bound = recipe.train.learning_rate, recipe.train.target_kl
+    if recipe.model.name_or_path is not None and recipe.model.lora is None and rate > _LARGEST_RATE:
+        found.append(
+            f"train.learning_rate: {rate:g} suits models made here and adapters (model.lora); the whole weights of a "
+            "pretrained model want 1e-6 to 2e-5"
+        )
+    tokens = recipe.rollout.max_episode_tokens
+    if bound is not None and bound * tokens > _LARGEST_BOUND:
+        found.append(
+            f"train.target_kl: {bound:g} nats a token are up to {bound * tokens:.3g} on an episode of "
+            f"rollout.max_episode_tokens: {tokens}, which bounds little; lower it, or remove it"
+        )
+    return found
+
+
+def _other_credit(recipe: Recipe) -> str:
+    """Return a note if the credit is not that of the algorithm's paper."""
+    own = algorithm(recipe.loss.algorithm).credit
+    if own is None or own.items() <= recipe.credit.items():
+        return ""
+    return f" (its own credit is {', '.join(f'{key} {value}' for key, value in own.items())})"
 
 
 def _parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -223,6 +293,12 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
     while rest:
         option = rest.pop(0)
         name, has_value, value = option.partition("=")
+        if (section := name.removeprefix("--")) in NAMED:  # --loss grpo
+            named = value if has_value else "".join(rest[:1])
+            if named and not named.lstrip().startswith(("{", "[", "--")):
+                option = name = f"{name}.{NAMED[section]}"
+                if has_value:
+                    option = f"{name}={value}"
         prefix = next((p for p in prefixes if name.startswith(p)), None)
         given = value if has_value else "".join(rest[:1])
         if prefix is None and (name in _TEXTS or not (name.startswith("--") and given.lstrip().startswith(("{", "[")))):

@@ -34,6 +34,10 @@ def _by_their_name(known: Mapping[str, list[str]]) -> dict[str, str]:
     return {name: ours for ours, names in known.items() for name in names}
 
 
+_ALGORITHMS = ("credit.scheme", "loss.algorithm")
+"""Fields to which people give the name of an algorithm."""
+
+
 def of_field(name: str, value: object = None) -> str | None:
     """Return what an unknown field is called here, as the end of an error; None: nothing is known of it."""
     key = name.lower().replace("-", "_")
@@ -41,7 +45,8 @@ def of_field(name: str, value: object = None) -> str | None:
     if found is None or found.endswith("."):
         return found and f" {found}"
     known = _value(found, value)
-    return _meant(found if known is None else known if found == "credit.scheme" else f"{found}: {known}")
+    is_whole = found in _ALGORITHMS
+    return _meant(found if known is None else known if is_whole else f"{found}: {known}")
 
 
 def of_path(path: str, value: object = None) -> str | None:
@@ -52,7 +57,7 @@ def of_path(path: str, value: object = None) -> str | None:
 
 def of_value(field: str, value: object) -> str:
     """Return what a field's value is called here, as the end of an error; empty if nothing is known of it."""
-    known = _value("credit.scheme" if field in ("credit", "loss") else field, value)
+    known = _value("loss.algorithm" if field in ("credit", "loss") else field, value)
     return "" if known is None else _meant(known)
 
 
@@ -63,7 +68,7 @@ def at_home(name: str, fields: Iterable[str]) -> str | None:
 
 
 def _value(field: str, value: object) -> str | None:
-    known = tables().schemes if field == "credit.scheme" else tables().values.get(field, {})
+    known = tables().schemes if field in _ALGORITHMS else tables().values.get(field, {})
     return known.get(value.lower()) if isinstance(value, str) else None
 
 

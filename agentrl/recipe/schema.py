@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from agentrl.recipe.config import Recipe
+from agentrl.learn.config import algorithms
+from agentrl.recipe.config import NAMED, Recipe
 from agentrl.recipe.fields import Schema, Section, attribute_docstrings, first_paragraph, model_schema
 from agentrl.recipe.plugin import Plugin
 
@@ -34,6 +35,7 @@ def recipe_schema(sections: Sequence[Section]) -> Schema:
         definitions[path] = _by_name(key, plugins, definitions)
         properties[path] = {"$ref": f"#/$defs/{path}", "description": properties[path].get("description", "")}
     _add_fallback(definitions["credit"])
+    _add_names(properties, definitions)
     _add_environments(definitions["EnvConfig"], sections, definitions)
     for unused in ("EngineConfig", "RendererConfig"):
         definitions.pop(unused, None)
@@ -84,6 +86,16 @@ def _add_fallback(credit: Schema) -> None:
         rule["then"]["properties"]["fallback"] = {}
 
 
+def _add_names(properties: Schema, definitions: Schema) -> None:
+    """Let a name stand for the sections `loss` and `credit`."""
+    names = {"enum": list(algorithms())}
+    definitions["LossConfig"]["properties"]["algorithm"] |= names
+    schemes = definitions["credit"]["properties"]["scheme"]
+    for section, name in (("loss", names), ("credit", {"anyOf": schemes["anyOf"]})):
+        reference = properties[section].pop("$ref")
+        properties[section] = {"anyOf": [name, {"$ref": reference}], **properties[section]}
+
+
 def _add_environments(env: Schema, sections: Sequence[Section], definitions: Schema) -> None:
     """Say what stands under `options` for each environment, and beside `id` for each wrapper."""
     options = [section for section in sections if section.path == "env.options"]
@@ -125,7 +137,8 @@ def _add_class(model: type[BaseModel], classes: dict[str, str], *, leave_out: Co
         lines = [f"class {name}(TypedDict, total=False):", f'    """{first_paragraph(model)}"""', ""]
         for field, info in model.model_fields.items():
             if field not in leave_out:
-                lines.append(f"    {field}: {_type_source(info.annotation, classes)}")
+                short = "str | " if model is Recipe and field in NAMED else ""
+                lines.append(f"    {field}: {short}{_type_source(info.annotation, classes)}")
                 lines += [f'    r"""{words[field]}"""'] if field in words else []
         classes[name] = "\n".join(lines) + "\n"
     return name

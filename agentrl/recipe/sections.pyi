@@ -199,6 +199,14 @@ class SignalsSection(TypedDict, total=False):
     judge_threads: int
     r"""Calls of the judge at the same time."""
 
+class GateSection(TypedDict, total=False):
+    """Temperatures of the gate 4 / tau sigmoid(tau (ratio - 1)): the larger, the sooner it closes."""
+
+    positive: float
+    r"""For tokens of positive advantage."""
+    negative: float
+    r"""For the others."""
+
 class CalibratedSection(TypedDict, total=False):
     """Ranges that follow the spread of log-ratios, for each staleness."""
 
@@ -215,17 +223,45 @@ class KernelSection(TypedDict, total=False):
     negative: Sequence[float]
     r"""For tokens of negative advantage."""
 
+class CovarianceSection(TypedDict, total=False):
+    """Restraint on the tokens that lower the entropy most: those whose advantage and log-probability are high together."""
+
+    rule: Literal["clip", "kl"]
+    r"""`clip` (Clip-Cov): the policy loss gives no gradient to some tokens, drawn from those within `band`. `kl` (KL-Cov): the tokens of the highest covariance pay `coefficient` times |log-probability - the anchor's|."""
+    share: float
+    r"""Share of a minibatch's tokens that it concerns; one token at least."""
+    band: Sequence[float]
+    r"""Covariances, (advantage - mean) times (log-probability at sampling - mean), between which `clip` draws."""
+    coefficient: float
+    r"""Weight of the penalty of `kl`. With `anchor: behavior` the engine's rounding decides its sign for tokens that have not moved; `anchor: recomputed` keeps that out."""
+
+class NLLSection(TypedDict, total=False):
+    """Imitation beside reinforcement learning: -log pi of tokens, weighed among themselves as `loss.aggregation` says."""
+
+    coefficient: float
+    r"""Weight in the loss."""
+    of: Literal["successes", "demonstrations"]
+    r"""Tokens to imitate. `successes`: of the minibatch's episodes that report `success`. `demonstrations`: of some of those of the section `warmup`, drawn for each update; the warm-up itself may have no steps."""
+    batch_size: int
+    r"""Demonstrations of each update."""
+
 class LossSection(TypedDict, total=False):
     """The loss section of a recipe."""
 
+    algorithm: str
+    r"""Name of an algorithm, which sets the fields below that are not given (`agentrl algorithms` lists names and fields). `loss: NAME` is short for it."""
     unit: Literal["trajectory", "turn", "version", "token"]
-    r"""Tokens that share one importance ratio: `trajectory` (GSPO-token), `turn`, `version` (runs of one policy version within a turn) or `token` (PPO, GRPO)."""
-    trust: Literal["fixed", "calibrated", "token", "kernel"]
-    r"""When a token is pushed no further: its own ratio leaves the range of single tokens (`token`); its unit's ratio leaves the clip range (`fixed`: the GSPO paper); leaves a range that follows how far ratios spread (`calibrated`); never, but the unit's weight fades as its whole probability changes (`kernel`: VESPO)."""
+    r"""Tokens that share one importance ratio: `trajectory` (GSPO), `turn`, `version` (runs of one policy version within a turn) or `token` (PPO, GRPO)."""
+    trust: Literal["none", "fixed", "calibrated", "token", "geometric", "cap", "gate", "kernel", "tv", "kl"]
+    r"""When a token is pushed no further. `fixed`: its unit's ratio leaves the clip range (PPO, GRPO, GSPO). `token`: its own ratio leaves the range of single tokens. `geometric`: so too, and the unit's ratio is made of clipped ones (GMPO). `tv`, `kl`: its probability moved by more than the range (DPPO). `calibrated`: its unit's ratio leaves a range that follows how far ratios spread. Never: the ratio is capped (`cap`: CISPO), fades by a soft gate (`gate`: SAPO) or as the unit's whole probability changes (`kernel`: VESPO), or is left out (`none`: REINFORCE)."""
     clip_low: float | None
-    r"""A ratio below 1 - clip_low stops pushing a token of negative advantage further down. None: follows the clipped ratio, the unit's or with `trust: token` the token's (trajectory 3e-4, turn and version 3e-3, token 0.2)."""
+    r"""A ratio below 1 - clip_low stops pushing a token of negative advantage further down; with `tv` and `kl`, a divergence above clip_low. None: follows what is clipped (trajectory 3e-4, turn and version 3e-3, token 0.2; `geometric` 0.33, `cap` 1, `tv` 0.15, `kl` 0.05)."""
     clip_high: float | None
-    r"""A ratio above 1 + clip_high stops pushing a token of positive advantage further up. None: follows the clipped ratio, the unit's or with `trust: token` the token's (trajectory 4e-4, turn and version 4e-3, token 0.27)."""
+    r"""A ratio above 1 + clip_high stops pushing a token of positive advantage further up; with `tv` and `kl`, a divergence above clip_high. None: follows what is clipped (trajectory 4e-4, turn and version 4e-3, token 0.27; `geometric` 0.49, `cap` 4, `tv` 0.15, `kl` 0.05)."""
+    clip_by_length: int | None
+    r"""Tokens of a unit for which `clip_low` and `clip_high` are meant: those of a unit of n tokens are wider by sqrt(clip_by_length / n). For `trust: fixed`. None: the same range at every length."""
+    gate: GateSection | Mapping[str, Any] | BaseModel | None
+    r"""Settings of `trust: gate`. None: its defaults."""
     calibrated: CalibratedSection | Mapping[str, Any] | BaseModel | None
     r"""Settings of `trust: calibrated`. None: its defaults."""
     kernel: KernelSection | Mapping[str, Any] | BaseModel | None
@@ -244,8 +280,22 @@ class LossSection(TypedDict, total=False):
     r"""Correction of units on which engine and trainer disagree, if `anchor: recomputed` or `sampled` leaves the engine out of the ratio: weigh them by exp(mean of anchor - engine log-probabilities), `truncate`d at the limit, or `mask`ed beyond it."""
     mismatch_limit: float
     r"""Largest weight (and, for `mask`, one over the smallest)."""
+    mismatch_level: Literal["unit", "token", "product"]
+    r"""Tokens whose mismatch is corrected together: by the mean over the ratio's `unit`; each `token` by its own; or by the `product` over the trajectory, which is exact and far from 1 on long ones. The latter two whatever the unit."""
+    off_policy_limit: float | None
+    r"""A trajectory whose tokens are less probable now than at sampling, by more nats a token than this in the mean, leaves the loss with its tokens of negative advantage (DeepSeek-V3.2). None: none does."""
     kl_coefficient: float
     r"""Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
+    kl_estimator: Literal["k2", "k3", "unbiased", "k1_reward"]
+    r"""Estimate of that divergence: `k2`, whose gradient is that of KL(policy || reference) for tokens that the policy sampled; `k3` (GRPO), whose gradient is that of KL(reference || policy); `unbiased` (DeepSeek-V3.2), k3 weighed by the token's ratio; `k1_reward` (PPO for RLHF, RLOO, REINFORCE++), which the credit scheme sees: each turn's reward loses kl_coefficient times the sum over its tokens of (log-probability at sampling - the reference's). Metrics and records show the environment's own rewards."""
+    entropy_coefficient: float
+    r"""Weight of the entropy of the tokens' distributions, averaged as `aggregation` says, which is added to the objective: above 0 it keeps the policy random."""
+    covariance: CovarianceSection | Mapping[str, Any] | BaseModel | None
+    r"""Restraint on the tokens that lower the entropy most (Clip-Cov, KL-Cov). None: there is none."""
+    nll: NLLSection | Mapping[str, Any] | BaseModel | None
+    r"""Imitation of successful episodes or of demonstrations, beside the policy loss. None: there is none."""
+    distill_coefficient: float
+    r"""Weight of the KL divergence to the model that `signals.teacher` names (estimated as k2). 0: none, and no teacher is needed. The credit scheme `distill` learns from the teacher alone."""
     routing_replay: Literal["none", "trainer", "engine"]
     r"""Experts that the updates of a mixture use: those that it chooses itself; those of the `trainer` before the first update (Routing Replay, GSPO paper, section 5.3); or those of the `engine` at sampling (arXiv 2510.11370), if it returns them: `transformers`, and vLLM on a GPU. Ratios of `unit: token` need it by the GSPO paper, those of trajectories do not."""
 
@@ -256,6 +306,8 @@ class TrainSection(TypedDict, total=False):
     r"""Rounds of collecting and updating."""
     num_minibatches: int
     r"""Parts into which each step's rollouts are drawn (the GSPO paper's four): an optimizer update for each that has a gradient."""
+    epochs: int
+    r"""Times that a step goes over its rollouts (PPO's epochs), each time in `num_minibatches` minibatches of its own. Ratios compare with the policy before the first of them; with `loss.anchor: recomputed` or `sampled` every epoch takes a forward pass more."""
     max_tokens_per_micro_batch: int
     r"""Most tokens in one forward and backward pass, padding included; a token that rows share counts once. A longer trajectory is a pass of its own."""
     layout: Literal["auto"] | Literal["tree", "packed", "padded"]
@@ -267,7 +319,7 @@ class TrainSection(TypedDict, total=False):
     warmup_minibatches: int
     r"""Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is then at the same point of each step in any run, and ends with it."""
     target_kl: float | None
-    r"""Largest KL divergence of a step, in nats a token: an update that exceeds it, at the tokens of the next minibatch (the last update: of the last one), is halved until it does not. None: no bound. The metric `kl/step` is the largest divergence that minibatches showed, before the last update: 0 with one minibatch. If tokens are stale, all minibatches but the first take a forward pass more."""
+    r"""Largest KL divergence of a step, in nats a token: an update that exceeds it, at the tokens of the next minibatch, is halved until it does not. None: no bound. The last update is measured at a sample of the first minibatch, an eighth of the step's tokens; if tokens are stale and `loss.anchor` is `behavior`, the others at an eighth of the next minibatch. The metric `kl/step` is the largest divergence before the last update: 0 with one minibatch."""
     ess_scaling: bool
     r"""Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small if few trajectories outweigh the rest, as among stale ones (VCPO)."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
@@ -341,7 +393,7 @@ class Sections(TypedDict, total=False):
     engine: Any
     rollout: RolloutSection | Mapping[str, Any] | BaseModel
     signals: SignalsSection | Mapping[str, Any] | BaseModel
-    loss: LossSection | Mapping[str, Any] | BaseModel
+    loss: str | LossSection | Mapping[str, Any] | BaseModel
     train: TrainSection | Mapping[str, Any] | BaseModel
     evaluation: EvaluationSection | Mapping[str, Any] | BaseModel
     report: ReportSection | Mapping[str, Any] | BaseModel
