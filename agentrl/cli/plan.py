@@ -13,6 +13,7 @@ from agentrl.report.terminal import Console
 
 if TYPE_CHECKING:
     from agentrl.recipe.config import Recipe
+    from agentrl.run.memory import ProcessMemory
 
 _MAX_GB = 1_000_000
 
@@ -43,12 +44,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
     console = Console()
     _print_warnings(console, recipe)
     for process in processes:
-        table = Table(f"{process.count} x {process.name}", "GB", box=None, pad_edge=False)
-        table.columns[1].justify = "right"
-        for name, size in process.uses.items():
-            table.add_row(name, f"{size / GB:.2f}")
-        table.add_row("together", f"{process.total / GB:.2f} of {options.memory:g}", style="bold")
-        console.print(table)
+        console.print(_table(process, memory=options.memory))
         if process.at_start:
             console.print(
                 f"Before its weights are shared out, each holds the whole model: {process.at_start / GB:.2f} GB."
@@ -90,6 +86,17 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
             f"a training process needs {training.total / GB:.1f} GB, and a GPU has {options.memory:g}. What helps, each by "
             f"itself: {'; '.join(helps) or 'more GPUs, or a smaller model'}"
         )
+
+
+def _table(process: "ProcessMemory", *, memory: float) -> Table:
+    from agentrl.run.memory import GB
+
+    table = Table(f"{process.count} x {process.name}", "GB", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    for name, size in process.uses.items():
+        table.add_row(name, f"{size / GB:.2f}")
+    table.add_row("together", f"{process.total / GB:.2f} of {memory:g}", style="bold")
+    return table
 
 
 def _print_warnings(console: Console, recipe: "Recipe") -> None:
