@@ -105,9 +105,13 @@ def resolved(recipe: Recipe) -> dict[str, Any]:
     return sections
 
 
+def _warm_folder(job: Job, folder: Path) -> Path:
+    return folder / f"{job.env}-{job.seed}"
+
+
 def warmed(job: Job, folder: Path) -> Path:
     """Return the run folder of the warmed-up policy of an environment and seed; make it if it is not there."""
-    kept = folder / f"{job.env}-{job.seed}"
+    kept = _warm_folder(job, folder)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{kept}.lock"):
         if not kept.exists():
@@ -215,19 +219,26 @@ def wanted(known: Results, parts: Sequence[str]) -> Iterator[Job]:
             yield from stale(known)
 
 
+def _next_job(known: Results, parts: Sequence[str], taken: Sequence[Job], warm: Path) -> Job | None:
+    """Return the next run, rather one that does not wait for a warm-up under way."""
+    left = [job for job in wanted(known, parts) if job not in known and job not in taken]
+    waiting = {(job.env, job.seed) for job in taken if not _warm_folder(job, warm).exists()}
+    return next((job for job in left if (job.env, job.seed) not in waiting), next(iter(left), None))
+
+
 def run(out: Path, *, parts: Sequence[str], num_jobs: int, pause_file: Path | None) -> int:
     """Make the runs that are missing; return how many failed."""
     out.parent.mkdir(parents=True, exist_ok=True)
     running: dict[Future[str], Job] = {}
     failed: set[Job] = set()
+    warm = out.with_suffix(".warm")
     with ProcessPoolExecutor(num_jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         while True:
             while pause_file is not None and pause_file.exists():
                 time.sleep(3)
             known = read_results(out)
-            left = (job for job in wanted(known, parts) if job not in known.keys() | failed | set(running.values()))
-            while len(running) < num_jobs and (job := next(left, None)):
-                running[pool.submit(train_one, job, out, out.with_suffix(".warm"))] = job
+            while len(running) < num_jobs and (job := _next_job(known, parts, [*failed, *running.values()], warm)):
+                running[pool.submit(train_one, job, out, warm)] = job
             if not running:
                 return len(failed)
             for future in wait(running, return_when=FIRST_COMPLETED).done:
