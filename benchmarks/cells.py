@@ -12,10 +12,17 @@ largest area lies between two others; `final` trains at that rate on `SEEDS`. `b
 `stale` for the hybrid, then trains `async` at the rates of fresh rollouts. `area` is the mean of held-out success over the
 evaluations after training began.
 
+`tell` prints a table of the cells, the tuned rates, and differences. A main effect is a paired difference averaged over the
+levels of the other factor; its pairs are those of environment and seed. p is two-sided, of an exact permutation of signs, and
+adjusted for the four contrasts of the two factors (Holm). Steps are those until .8 of the largest mean success at the end
+of the environment, on straight lines between evaluations; runs that never come there are censored: the median is of all
+runs, and the log-rank test is stratified by environment and level of the other factor.
+
 Results are appended to FILE as JSON lines with the resolved fields of the recipe; no run that is in it is made again.
 """
 
 import argparse
+import math
 import multiprocessing
 import os
 import shutil
@@ -23,19 +30,31 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from filelock import FileLock
 
 from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
+from agentrl.report.statistics import holm
 from benchmarks import evidence
-from benchmarks.evidence import Result, area, figures, train, warm_up
+from benchmarks.evidence import (
+    Result,
+    area,
+    at_the_end,
+    figures,
+    has_collapsed,
+    mean_and_error,
+    steps_to,
+    train,
+    warm_up,
+)
 from benchmarks.result_lines import append_line, read_lines
 
 ENVS = ("key_door", "corridor")
@@ -250,6 +269,205 @@ def run(out: Path, *, parts: Sequence[str], num_jobs: int, pause_file: Path | No
                     print(time.strftime("%H:%M:%S"), len(known), future.result(), flush=True)
 
 
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Return the two-sided p value of a mean of paired differences, by all of their signs.
+
+        p = share of the 2^n choices of signs for which |mean of sign * difference| >= |mean of difference|
+
+    Source: Fisher 1935, The Design of Experiments, section 21.
+    """
+    sums = np.zeros(1)
+    for difference in differences:
+        sums = np.concatenate([sums + difference, sums - difference])
+    return float(np.mean(np.abs(sums) >= abs(math.fsum(differences)) - 1e-12))
+
+
+def log_rank_p(strata: Sequence[Sequence[Sequence[float]]]) -> float:
+    """Return the two-sided p value of a stratified log-rank test between two arms.
+
+        z = sum of (observed - expected events of the first arm) / sqrt(sum of hypergeometric variances)
+
+    Source: Mantel 1966; Peto and Peto 1972.
+
+    Args:
+        strata: times of the two arms of each stratum; infinity if the event had not come when all runs ended.
+    """
+    excess = variance = 0.0
+    for ours, others in strata:
+        for step in {each for each in (*ours, *others) if each < math.inf}:
+            at_risk = [sum(each >= step for each in arm) for arm in (ours, others)]
+            events = [sum(each == step for each in arm) for arm in (ours, others)]
+            num, share = sum(at_risk), at_risk[0] / sum(at_risk)
+            excess += events[0] - sum(events) * share
+            variance += sum(events) * share * (1 - share) * (num - sum(events)) / max(1, num - 1)
+    return math.erfc(abs(excess) / math.sqrt(2 * variance)) if variance else 1.0
+
+
+CONTRASTS: tuple[tuple[str, str, str], ...] = (
+    ("ratio", "gspo", "grpo"),
+    ("ratio", "s_u = 1", "grpo"),
+    ("credit", "turn_return", "uniform"),
+    ("credit", "action values", "uniform"),
+)
+"""Factor, level, and the level that it is compared with."""
+
+
+def event_times(known: Results, cell: Job, limits: dict[str, float]) -> list[float]:
+    """Return the steps until the success of the environment; infinity for a run that never has it."""
+    limit = limits[cell.env]
+    results = at_its_rate(known, cell).values()
+    return [steps_to(result, limit) if max(result["curve"]) >= limit else math.inf for result in results]
+
+
+def at_its_rate(known: Results, cell: Job) -> dict[int, Result]:
+    """Return the results of a cell at its tuned rate, by seed."""
+    rate = best_rate(known, cell._replace(age=0))
+    jobs = [cell._replace(rate=rate or 0.0, seed=seed) for seed in SEEDS]
+    return {job.seed: known[job] for job in jobs if job in known}
+
+
+def thresholds(known: Results) -> dict[str, float]:
+    """Return for each environment .8 of the largest mean success at the end of its main cells."""
+    found = [(cell.env, results.values()) for cell in cells("main") if (results := at_its_rate(known, cell))]
+    ends = {env: [statistics.fmean(map(at_the_end, results)) for of, results in found if of == env] for env in ENVS}
+    return {env: 0.8 * max(means, default=1.0) for env, means in ends.items()}
+
+
+def tell(known: Results) -> None:
+    limits = thresholds(known)
+    print(f"steps until {', '.join(f'{limit:.3f} ({env})' for env, limit in limits.items())}\n")
+    columns = "task|ratio|credit|rate|area|final|steps, median|reached|tokens clipped, %|updates shortened, %|collapsed"
+    print(f"| {' | '.join(columns.split('|'))} |\n{'|---' * len(columns.split('|'))}|")
+    with_ages = [
+        cell._replace(ratio=ratio, age=age)
+        for cell, ratio, age in product(cells("stale"), ("gspo", "hybrid"), (0, *AGES))
+    ]
+    for cell in dict.fromkeys([*cells("main"), *cells("by_length"), *with_ages]):
+        if results := list(at_its_rate(known, cell).values()):
+            print(f"| {' | '.join(row(cell, results, event_times(known, cell, limits)))} |")
+    print("\nRates that were tried, and the mean area of each:\n")
+    for cell in dict.fromkeys(cell for part in ("main", "by_length", "stale") for cell in cells(part)):
+        means = tried_rates(known, cell)
+        rates = ", ".join(
+            f"**{rate:g}** {mean:.3f}" if rate == best_rate(known, cell) else f"{rate:g} {mean:.3f}"
+            for rate, mean in means.items()
+        )
+        print(f"- {cell.env}, {cell.ratio}, {cell.credit}: {rates}")
+    print("\nMain effects:\n")
+    tell_effects(known, limits)
+    print("\nBeside them, p without adjustment:\n")
+    tell_others(known)
+    seconds, cpu = ([result[name] for result in known.values()] for name in ("seconds", "cpu_seconds"))
+    print(
+        f"\n{len(known)} runs, {sum(cpu) / 3600:.1f} hours of processor time; one takes {statistics.median(cpu):.0f} s of it"
+        f" and {statistics.median(seconds):.0f} s by the clock in the median"
+    )
+
+
+def row(cell: Job, results: Sequence[Result], times: Sequence[float]) -> list[str]:
+    """Return a row of the table of cells."""
+    median = statistics.median(times)
+    clipped, shortened = (
+        100 * statistics.fmean(statistics.fmean(result["steps"][name]) for result in results)
+        for name in ("clipped", "shortened")
+    )
+    ratio = f"{cell.ratio}, async {cell.age}" if cell.age else cell.ratio
+    return [
+        *(cell.env, ratio, cell.credit, f"{results[0]['rate']:g}"),
+        mean_and_error([area(result) for result in results]),
+        mean_and_error([at_the_end(result) for result in results]),
+        f"{median:.1f}" if median < math.inf else "-",
+        f"{sum(each < math.inf for each in times)} of {len(times)}",
+        f"{clipped:.2g}",
+        f"{shortened / results[0]['train']['num_minibatches']:.2g}",
+        f"{sum(map(has_collapsed, results))} of {len(results)}",
+    ]
+
+
+Pair = tuple[Job, Job]
+
+
+def differences(known: Results, pairs: Sequence[Pair], of: Callable[[Result], float]) -> list[float]:
+    """Return the difference within a pair of cells for each environment and seed, averaged over an environment's pairs."""
+    found = []
+    for env in dict.fromkeys(pair[0].env for pair in pairs):
+        arms = [[at_its_rate(known, cell) for cell in pair] for pair in pairs if pair[0].env == env]
+        seeds = [seed for seed in SEEDS if all(seed in arm for pair in arms for arm in pair)]
+        found += [statistics.fmean(of(ours[seed]) - of(others[seed]) for ours, others in arms) for seed in seeds]
+    return found
+
+
+def pairs_of(factor: str, level: str, base: str, envs: Sequence[str] = ENVS) -> list[Pair]:
+    """Return the pairs of main cells that differ in one factor."""
+    ours = [cell for cell in cells("main") if getattr(cell, factor) == level and cell.env in envs]
+    return [(cell, cell._replace(**{factor: base})) for cell in ours]
+
+
+def tell_effects(known: Results, limits: dict[str, float]) -> None:
+    """Print the four contrasts, over both environments and in each."""
+    found = {contrast: differences(known, pairs_of(*contrast), area) for contrast in CONTRASTS}
+    found = {contrast: areas for contrast, areas in found.items() if areas}
+    adjusted = dict(zip(found, holm([sign_flip_p(areas) for areas in found.values()]), strict=True))
+    for contrast, areas in found.items():
+        factor, level, base = contrast
+        pairs = pairs_of(*contrast)
+        ends = differences(known, pairs, at_the_end)
+        in_each = [f"{env} {mean_and_error(differences(known, pairs_of(*contrast, [env]), area))}" for env in ENVS]
+        strata = [[event_times(known, cell, limits) for cell in pair] for pair in pairs]
+        print(
+            f"- {factor}, {level} less {base}, {len(areas)} pairs: area {mean_and_error(areas)}, p {sign_flip_p(areas):.2g}, "
+            f"by Holm {adjusted[contrast]:.2g} ({', '.join(in_each)}); final {mean_and_error(ends)}, p {sign_flip_p(ends):.2g}; "
+            f"steps, log-rank p {log_rank_p(strata):.2g}"
+        )
+
+
+def tell_others(known: Results) -> None:
+    """Print the contrasts of the range by length, and of stale rollouts."""
+    by_length = [(cell, cell._replace(ratio="gspo")) for cell in cells("by_length")]
+    contrasts = {
+        "gspo by length less gspo": by_length,
+        "gspo by length less grpo": [(cell, cell._replace(ratio="grpo")) for cell, _ in by_length],
+    }
+    [hybrid] = cells("stale")
+    for age in (0, *AGES):
+        one = hybrid._replace(age=age)
+        contrasts[f"hybrid less gspo, {f'async at {age}' if age else 'fresh'}"] = [(one, one._replace(ratio="gspo"))]
+    for name, pairs in contrasts.items():
+        if areas := differences(known, pairs, area):
+            ends = differences(known, pairs, at_the_end)
+            print(
+                f"- {name}, {len(areas)} pairs: area {mean_and_error(areas)}, p {sign_flip_p(areas):.2g}; final "
+                f"{mean_and_error(ends)}, p {sign_flip_p(ends):.2g}"
+            )
+
+
+def plot(known: Results, path: Path) -> None:
+    """Draw held-out success over steps, mean and standard error over the seeds: a column for each credit scheme."""
+    from matplotlib import pyplot as plt  # only who asks for a plot needs it
+
+    plt.switch_backend("Agg")
+    figure, axes = plt.subplots(len(ENVS), len(CREDITS), figsize=(10.5, 5.6), sharex=True, sharey="row")
+    for (row_of_axes, env), (column, credit) in product(zip(axes, ENVS, strict=True), enumerate(CREDITS)):
+        axis = row_of_axes[column]
+        for number, ratio in enumerate(MAIN_RATIOS):
+            results = list(at_its_rate(known, Job(env, ratio, credit, 0.0, 0)).values())
+            if not results:
+                continue
+            curves = np.array([result["curve"] for result in results])
+            means, errors = curves.mean(0), curves.std(0, ddof=1) / math.sqrt(len(curves))
+            axis.plot(results[0]["at"], means, color=f"C{number}", label=ratio)
+            axis.fill_between(results[0]["at"], means - errors, means + errors, color=f"C{number}", alpha=0.15)
+        axis.set_title(f"{env}, {credit}", fontsize=10)
+        axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
+    for row_of_axes in axes:
+        row_of_axes[0].set_ylabel("held-out success")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=len(MAIN_RATIOS), fontsize=9)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -259,7 +477,16 @@ def main() -> None:
     runs.add_argument("--pause-file", type=Path, help="no run begins while this file exists")
     parts = ["main", "by_length", "stale"]
     runs.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    tells = commands.add_parser("tell")
+    tells.add_argument("--out", type=Path, required=True, help="results of `run`")
+    tells.add_argument("--plot", type=Path, help="draw the curves")
     options = parser.parse_args()
+    if options.command == "tell":
+        known = read_results(options.out)
+        tell(known)
+        if options.plot:
+            plot(known, options.plot)
+        return
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     sys.exit(run(options.out, parts=options.parts, num_jobs=options.jobs, pause_file=options.pause_file) > 0)
 
