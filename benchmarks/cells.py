@@ -416,8 +416,8 @@ def tell_effects(known: Results, limits: dict[str, float]) -> None:
         strata = [[event_times(known, cell, limits) for cell in pair] for pair in pairs]
         print(
             f"- {factor}, {level} less {base}, {len(areas)} pairs: area {mean_and_error(areas)}, p {sign_flip_p(areas):.2g}, "
-            f"by Holm {adjusted[contrast]:.2g} ({', '.join(in_each)}); final {mean_and_error(ends)}, p {sign_flip_p(ends):.2g}; "
-            f"steps, log-rank p {log_rank_p(strata):.2g}"
+            f"by Holm {adjusted[contrast]:.2g} ({', '.join(in_each)}); final {mean_and_error(ends)}, "
+            f"p {sign_flip_p(ends):.2g}; steps, log-rank p {log_rank_p(strata):.2g}"
         )
 
 
