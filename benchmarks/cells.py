@@ -153,7 +153,8 @@ def train_one(job: Job, out: Path, warm: Path) -> str:
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
     times = {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
     staleness = statistics.fmean(row.get("staleness/mean", 0.0) for row in rows if row["step"] > 0)
-    result = job._asdict() | times | {"staleness": round(staleness, 3)} | figures(rows) | resolved(recipe)
+    more = {"staleness": round(staleness, 3), "resolved": resolved(recipe)}
+    result = job._asdict() | times | figures(rows) | more
     append_line(out, result)
     curve = " ".join(f"{success:.2f}" for success in result["curve"])
     age = f"age {job.age} " if job.age else ""
@@ -379,7 +380,7 @@ def row(cell: Job, results: Sequence[Result], times: Sequence[float]) -> list[st
         f"{median:.1f}" if median < math.inf else "-",
         f"{sum(each < math.inf for each in times)} of {len(times)}",
         f"{clipped:.2g}",
-        f"{shortened / results[0]['train']['num_minibatches']:.2g}",
+        f"{shortened / results[0]['resolved']['train']['num_minibatches']:.2g}",
         f"{sum(map(has_collapsed, results))} of {len(results)}",
     ]
 
