@@ -7,10 +7,10 @@ For each environment and seed one policy is warmed up on poor demonstrations (`S
 cell trains from that checkpoint, with the same first episodes, `train.target_kl: .02` and the same settings but for `loss:`,
 `credit:` and the learning rate.
 
-`tune` trains at each of `RATES` on `TUNING_SEEDS`, and at half the lowest and twice the highest of them until the rate of the
-largest area lies between two others; `final` trains at that rate on `SEEDS`. `by_length` does both for the range by length;
-`stale` for the hybrid, then trains `async` at the rates of fresh rollouts. `area` is the mean of held-out success over the
-evaluations after training began.
+A cell's rate is searched on `TUNING_SEEDS`, from `RATES` on, until half of the best and twice the best have been tried too; a
+rate that is behind by `MARGIN` of the area is not tried on further seeds. The cell is then trained at its best rate on `SEEDS`.
+Part `main` is the cells, `by_length` the range by length at the rates of `gspo`, and `stale` the hybrid, and `async` at the
+rates of fresh rollouts. `area` is the mean of held-out success over the evaluations after training began.
 
 `tell` prints a table of the cells, the tuned rates, and differences. A main effect is a paired difference averaged over the
 levels of the other factor; its pairs are those of environment and seed. p is two-sided, of an exact permutation of signs, and
@@ -87,6 +87,7 @@ CREDITS: dict[str, dict[str, Any]] = {
     "action values": {"scheme": "ecpo", "gamma": 0.8, "lam": 0.5},
 }
 """The section `credit:`."""
+MARGIN = 0.1
 MAIN_RATIOS = ("gspo", "grpo", "s_u = 1")
 
 
@@ -171,32 +172,43 @@ def read_results(out: Path) -> Results:
     return {Job(**{name: line[name] for name in Job._fields}): line for line in read_lines(out)}
 
 
-def tried_rates(known: Results, cell: Job) -> dict[float, float]:
-    """Return the mean area of each rate that was tried on all tuning seeds, from the lowest rate on."""
-    rates = sorted({job.rate for job in known if job == cell._replace(rate=job.rate, seed=job.seed)})
-    tuning = {rate: [cell._replace(rate=rate, seed=seed) for seed in TUNING_SEEDS] for rate in rates}
-    return {
-        rate: statistics.fmean(area(known[job]) for job in jobs)
-        for rate, jobs in tuning.items()
-        if all(job in known for job in jobs)
-    }
+class Tuning(NamedTuple):
+    """State of the search for a cell's learning rate."""
+
+    missing: list[Job]
+    """Runs to be made next; none if the rate is settled."""
+    best: float
+    """Rate of the largest mean area."""
+    means: dict[float, tuple[float, int]]
+    """Mean area of each rate that was tried, and over how many seeds."""
 
 
-def next_rates(known: Results, cell: Job) -> list[float]:
-    """Return the rates that are still to be tried: none if the best one lies between two others."""
-    means = tried_rates(known, cell)
-    if missing := [rate for rate in RATES if rate not in means]:
-        return missing
-    best = max(means, key=lambda rate: means[rate])
-    return [best / 2] * (best == min(means)) + [best * 2] * (best == max(means))
+def tune(known: Results, cell: Job) -> Tuning:
+    """Search the rate of the largest area: further out while the best is at an edge, on fewer rates with each seed."""
+    first = TUNING_SEEDS[0]
+    tried = {job.rate for job in known if job == cell._replace(rate=job.rate, seed=first)}
+    rates, best, means = sorted({*RATES, *tried}), 0.0, {}
+    for count, seed in enumerate(TUNING_SEEDS, 1):
+        jobs = [cell._replace(rate=rate, seed=seed) for rate in rates]
+        if missing := [job for job in jobs if job not in known]:
+            return Tuning(missing, best, means)
+        seeds = TUNING_SEEDS[:count]
+        areas = {
+            rate: statistics.fmean(area(known[cell._replace(rate=rate, seed=seed)]) for seed in seeds) for rate in rates
+        }
+        means |= {rate: (mean, count) for rate, mean in areas.items()}
+        best = max(areas, key=lambda rate: areas[rate])
+        if beyond := [rate for rate in (best / 2, best * 2) if rate not in means]:
+            return Tuning([cell._replace(rate=rate, seed=first) for rate in beyond], best, means)
+        rates = [rate for rate in rates if areas[rate] > areas[best] - MARGIN]
+    return Tuning([], best, means)
 
 
 def best_rate(known: Results, cell: Job) -> float | None:
-    """Return the rate of the largest area on the tuning seeds; None before that is settled."""
-    if next_rates(known, cell):
-        return None
-    means = tried_rates(known, cell)
-    return max(means, key=lambda rate: means[rate])
+    """Return the rate at which a cell is trained; None before that is settled. The range by length has that of `gspo`."""
+    ratio = "gspo" if cell.ratio == "gspo, by length" else cell.ratio
+    tuning = tune(known, cell._replace(ratio=ratio, age=0))
+    return None if tuning.missing else tuning.best
 
 
 def cells(part: str) -> list[Job]:
@@ -207,36 +219,30 @@ def cells(part: str) -> list[Job]:
         case "by_length":
             grid = product(ENVS, ["gspo, by length"], ["uniform"])
         case _:
-            grid = product(["key_door"], ["hybrid"], ["turn_return"])
+            grid = product(["key_door"], ["gspo", "hybrid"], ["turn_return"])
     return [Job(*cell, rate=0.0, seed=0) for cell in grid]
 
 
-def tuning(known: Results, part: str) -> Iterator[Job]:
-    for seed, cell in product(TUNING_SEEDS, cells(part)):
-        yield from (cell._replace(rate=rate, seed=seed) for rate in next_rates(known, cell))
-
-
-def final(known: Results, part: str, seeds: Sequence[int] = SEEDS) -> Iterator[Job]:
-    for seed, cell in product(seeds, cells(part)):
-        if (rate := best_rate(known, cell)) is not None:
+def final(known: Results, grid: Sequence[Job], seeds: Sequence[int]) -> Iterator[Job]:
+    """Yield the runs of these cells on fresh seeds, as far as their rates are settled."""
+    rates = {cell: best_rate(known, cell) for cell in grid}
+    for seed, cell in product(seeds, grid):
+        if (rate := rates[cell]) is not None:
             yield cell._replace(rate=rate, seed=seed)
 
 
-def stale(known: Results) -> Iterator[Job]:
-    """Yield the runs with stale rollouts, at the rates of fresh ones."""
-    for seed, age, ratio in product(SEEDS, AGES, ("gspo", "hybrid")):
-        cell = Job("key_door", ratio, "turn_return", 0.0, 0)
-        if (rate := best_rate(known, cell)) is not None:
-            yield cell._replace(rate=rate, seed=seed, age=age)
-
-
 def wanted(known: Results, parts: Sequence[str]) -> Iterator[Job]:
-    """Yield all runs that can be named by now, first those that matter most."""
+    """Yield the runs that can be named by now, first those that matter most."""
     for part in parts:
-        yield from tuning(known, part)
-        yield from final(known, part)
+        grid = cells(part)
+        missing = [job for cell in grid if cell.ratio != "gspo, by length" for job in tune(known, cell).missing]
+        yield from sorted(missing, key=lambda job: job.seed)
+        if part == "main":
+            yield from final(known, grid, SEEDS[:4])
+            yield from final(known, [cell for cell in grid if cell.credit != "action values"], SEEDS)
+        yield from final(known, grid, SEEDS)
         if part == "stale":
-            yield from stale(known)
+            yield from final(known, [cell._replace(age=age) for age, cell in product(AGES, grid)], SEEDS)
 
 
 def _next_job(known: Results, parts: Sequence[str], taken: Sequence[Job], warm: Path) -> Job | None:
@@ -322,7 +328,7 @@ def event_times(known: Results, cell: Job, limits: dict[str, float]) -> list[flo
 
 def at_its_rate(known: Results, cell: Job) -> dict[int, Result]:
     """Return the results of a cell at its tuned rate, by seed."""
-    rate = best_rate(known, cell._replace(age=0))
+    rate = best_rate(known, cell)
     jobs = [cell._replace(rate=rate or 0.0, seed=seed) for seed in SEEDS]
     return {job.seed: known[job] for job in jobs if job in known}
 
@@ -339,21 +345,18 @@ def tell(known: Results) -> None:
     print(f"steps until {', '.join(f'{limit:.3f} ({env})' for env, limit in limits.items())}\n")
     columns = "task|ratio|credit|rate|area|final|steps, median|reached|tokens clipped, %|updates shortened, %|collapsed"
     print(f"| {' | '.join(columns.split('|'))} |\n{'|---' * len(columns.split('|'))}|")
-    with_ages = [
-        cell._replace(ratio=ratio, age=age)
-        for cell, ratio, age in product(cells("stale"), ("gspo", "hybrid"), (0, *AGES))
-    ]
+    with_ages = [cell._replace(age=age) for cell, age in product(cells("stale"), (0, *AGES))]
     for cell in dict.fromkeys([*cells("main"), *cells("by_length"), *with_ages]):
         if results := list(at_its_rate(known, cell).values()):
             print(f"| {' | '.join(row(cell, results, event_times(known, cell, limits)))} |")
-    print("\nRates that were tried, and the mean area of each:\n")
-    for cell in dict.fromkeys(cell for part in ("main", "by_length", "stale") for cell in cells(part)):
-        means = tried_rates(known, cell)
-        rates = ", ".join(
-            f"**{rate:g}** {mean:.3f}" if rate == best_rate(known, cell) else f"{rate:g} {mean:.3f}"
-            for rate, mean in means.items()
-        )
-        print(f"- {cell.env}, {cell.ratio}, {cell.credit}: {rates}")
+    print("\nRates that were tried, the mean area of each, and over how many seeds:\n")
+    for cell in dict.fromkeys([*cells("main"), *cells("stale")]):
+        missing, best, means = tune(known, cell)
+        rates = [
+            f"{'**' * (rate == best)}{rate:g}{'**' * (rate == best)} {mean:.3f} ({count})"
+            for rate, (mean, count) in sorted(means.items())
+        ]
+        print(f"- {cell.env}, {cell.ratio}, {cell.credit}: {', '.join(rates)}{', not settled' if missing else ''}")
     print("\nMain effects:\n")
     tell_effects(known, limits)
     print("\nBeside them, p without adjustment:\n")
@@ -429,10 +432,10 @@ def tell_others(known: Results) -> None:
         "gspo by length less gspo": by_length,
         "gspo by length less grpo": [(cell, cell._replace(ratio="grpo")) for cell, _ in by_length],
     }
-    [hybrid] = cells("stale")
+    gspo, hybrid = cells("stale")
     for age in (0, *AGES):
-        one = hybrid._replace(age=age)
-        contrasts[f"hybrid less gspo, {f'async at {age}' if age else 'fresh'}"] = [(one, one._replace(ratio="gspo"))]
+        pair = (hybrid._replace(age=age), gspo._replace(age=age))
+        contrasts[f"hybrid less gspo, {f'async at {age}' if age else 'fresh'}"] = [pair]
     for name, pairs in contrasts.items():
         if areas := differences(known, pairs, area):
             ends = differences(known, pairs, at_the_end)

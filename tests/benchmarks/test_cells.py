@@ -6,26 +6,37 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cells
-from benchmarks.cells import Job, best_rate, log_rank_p, next_rates, sign_flip_p
+from benchmarks.cells import Job, log_rank_p, sign_flip_p, tune
 
 CELL = Job("key_door", "gspo", "uniform", 0.0, 0)
 
 
-def tuned(areas: dict[float, float]) -> cells.Results:
-    """Return results of all tuning seeds that have these areas by rate."""
+def tuned(*areas_by_seed: dict[float, float]) -> cells.Results:
+    """Return results of the first tuning seeds that have these areas by rate."""
     return {
         CELL._replace(rate=rate, seed=seed): {"curve": [0.0, area]}
+        for seed, areas in zip(cells.TUNING_SEEDS, areas_by_seed, strict=False)
         for rate, area in areas.items()
-        for seed in cells.TUNING_SEEDS
     }
 
 
+def missing(*areas_by_seed: dict[float, float]) -> list[tuple[float, int]]:
+    return [(job.rate, job.seed) for job in tune(tuned(*areas_by_seed), CELL).missing]
+
+
 def test_a_best_rate_at_an_edge_extends_the_grid() -> None:
-    assert next_rates({}, CELL) == [3e-4, 6e-4, 1.2e-3]
-    assert next_rates(tuned({3e-4: 0.1, 6e-4: 0.2, 1.2e-3: 0.3}), CELL) == [2.4e-3]
-    assert next_rates(tuned({3e-4: 0.3, 6e-4: 0.2, 1.2e-3: 0.1}), CELL) == [1.5e-4]
-    between = tuned({3e-4: 0.1, 6e-4: 0.3, 1.2e-3: 0.2})
-    assert (next_rates(between, CELL), best_rate(between, CELL)) == ([], 6e-4)
+    assert missing() == [(3e-4, 0), (6e-4, 0), (1.2e-3, 0)]
+    assert missing({3e-4: 0.1, 6e-4: 0.2, 1.2e-3: 0.3}) == [(2.4e-3, 0)]
+    assert missing({3e-4: 0.3, 6e-4: 0.2, 1.2e-3: 0.1}) == [(1.5e-4, 0)]
+
+
+def test_a_rate_far_behind_is_not_tried_on_further_seeds() -> None:
+    first = {3e-4: 0.1, 6e-4: 0.3, 1.2e-3: 0.25}
+    assert missing(first) == [(6e-4, 1), (1.2e-3, 1)]
+    assert missing(first, {6e-4: 0.3, 1.2e-3: 0.4}) == [(2.4e-3, 0)]  # the best of both seeds is at the edge
+    settled = tune(tuned(first, {6e-4: 0.3, 1.2e-3: 0.2}, {6e-4: 0.3, 1.2e-3: 0.2}), CELL)
+    assert (settled.missing, settled.best) == ([], 6e-4)
+    assert [count for _, count in settled.means.values()] == [1, 3, 3]
 
 
 def test_all_signs_of_differences_are_counted() -> None:
@@ -47,7 +58,7 @@ def test_the_log_rank_test_has_the_numbers_of_a_hand() -> None:
 
 
 def test_cells_are_paired_by_environment_and_seed() -> None:
-    tuning, known = tuned({3e-4: 0.1, 6e-4: 0.3, 1.2e-3: 0.2}), {}
+    tuning, known = tuned(*3 * [{3e-4: 0.1, 6e-4: 0.3, 1.2e-3: 0.1}]), {}
     for ratio, areas in {"gspo": (0.5, 0.25, 0.75), "grpo": (0.25, 0.5)}.items():
         known |= {job._replace(ratio=ratio): result for job, result in tuning.items()}
         for seed, area in zip(cells.SEEDS, areas, strict=False):
