@@ -30,6 +30,16 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 LoneRule = Literal["error", "keep", "drop"]
 """Rule for a trajectory that has no sibling to be compared with: stop; advantage 0; out of the loss."""
+_REMOVED = {
+    "bilevel_gae": "turn_gae",
+    "difference": "tree",
+    "entropy_modulated": "turn_return",
+    "hgpo": "gigpo",
+    "hindsight": "distill",
+    "mt_grpo": "turn_return",
+    "token_residual": "turn_gae",
+}
+"""Schemes of earlier versions, and those that come nearest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -183,6 +193,11 @@ def load_credit(spec: Mapping[str, Any], *, field: str = "credit", elsewhere: It
     if not isinstance(name, str):
         raise ConfigError(f"{field}.scheme: expected the name of a credit scheme, got {name!r}")
     cls = credit_class(name, field=field)
+    if name == "ecpo" and (former := [key for key in ("lam", "shrinkage", "gate") if key in options]):
+        raise ConfigError(
+            f"{field}.{former[0]}: 'ecpo' has no such option: it is its paper's formula now. Did you mean what had the name "
+            f"before, scheme: action_values, gamma: {options.get('gamma', 1)}, lam: {options.get('lam', 1)}?"
+        )
     for option in (key for key in options if key not in cls.model_fields):
         if others := [repr(other) for other, fields in _installed_fields().items() if option in fields]:
             raise ConfigError(
@@ -198,6 +213,11 @@ def credit_class(name: str, *, field: str = "credit") -> type[CreditScheme]:
     Raises:
         ConfigError: when there is none, or it is no credit scheme.
     """
+    if name in _REMOVED and name not in names("agentrl.credit"):
+        raise ConfigError(
+            f"{field}.scheme: {name!r} was removed: no benchmark favoured it. Nearest to it is {_REMOVED[name]!r}, or name a "
+            "class of your own as 'module:Class' (docs/credit.md)"
+        )
     base: Any = CreditScheme  # mypy takes no abstract class for a type
     cls: type[CreditScheme] = plugin_class(name, base=base, group="agentrl.credit", field=f"{field}.scheme")
     return cls

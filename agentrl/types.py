@@ -270,8 +270,6 @@ class Need(StrEnum):
     """Rollouts forked from the trajectory's turns."""
     VALUES = "values"
     """A critic's value of each token's context."""
-    ENTROPIES = "entropies"
-    """Entropy of the policy at each token."""
     REFERENCE_LOGPROBS = "reference_logprobs"
     """Log-probabilities under the policy with which the run began."""
     TEACHER_LOGPROBS = "teacher_logprobs"

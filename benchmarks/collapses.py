@@ -213,7 +213,9 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.part == "watch":
-        collapsed = [job for job, result in read_results(options.evidence).items() if has_collapsed(result)]
+        collapsed = [
+            job for job, result in read_results(options.evidence, is_any=True).items() if has_collapsed(result)
+        ]
         known = {tuple(result[name] for name in Job._fields) for result in read_lines(options.out)}
         for job in [job for job in collapsed if job not in known][: options.most]:
             watch([job, job._replace(rate=job.rate / 2)], options.out)

@@ -47,24 +47,23 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "uniform, std": {"scheme": "uniform"},
     "turn_return, pool": {"scheme": "turn_return"},
     "turn_return, state": {"scheme": "turn_return", "baseline": "state"},
-    "mt_grpo": {"scheme": "mt_grpo"},
     "gigpo": {"scheme": "gigpo"},
-    "hgpo": {"scheme": "hgpo"},
     "group_gae, lam 0": {"scheme": "group_gae", "lam": 0.0, "leave_one_out": False},
     "group_gae, lam 0, leave-one-out": {"scheme": "group_gae", "lam": 0.0},
     "group_gae, lam .5": {"scheme": "group_gae", "lam": 0.5},
-    "ecpo": {"scheme": "ecpo"},
-    "ecpo, gate": {"scheme": "ecpo", "gate": True},
-    "ecpo, lam 0": {"scheme": "ecpo", "lam": 0.0},
+    "action_values, lam 1": {"scheme": "action_values", "gamma": 1.0, "lam": 1.0},
+    "action_values, lam .5": {"scheme": "action_values", "gamma": 1.0, "lam": 0.5},
+    "action_values, gamma .8, lam .5": {"scheme": "action_values"},
+    "action_values, lam 0": {"scheme": "action_values", "gamma": 1.0, "lam": 0.0},
+    "ecpo": {"scheme": "ecpo", "gamma": 1.0},
     "redistribute": {"scheme": "redistribute"},
     "redistribute, group_gae": {"scheme": "redistribute", "then": {"scheme": "group_gae", "lam": 0.0}},
     "tree": {"scheme": "tree"},
-    "difference": {"scheme": "difference"},
     "turn_gae, exact critic, lam .95": {"scheme": "turn_gae", "lam": 0.95},
     "exact values": {"scheme": "turn_gae", "lam": 0.0},
 }
 """Rows of the table: a display name and what a recipe has under `credit:`."""
-NEED_A_MODEL = ("distill", "hindsight", "info_gain", "entropy_modulated", "judge")
+NEED_A_MODEL = ("distill", "info_gain", "judge")
 
 FIRST, SECOND = 0, 1
 DECISIONS = {

@@ -76,7 +76,7 @@ def schemes(gamma: float) -> dict[str, dict[str, Any]]:
         "state": state,
         "gigpo": {"scheme": "gigpo", "gamma": gamma},
         "group_gae": group_gae,
-        "ecpo": {"scheme": "ecpo", "gamma": gamma, "lam": 0.5},
+        "action_values": {"scheme": "action_values", "gamma": gamma, "lam": 0.5},
         "shuffled": {"scheme": "shuffled", "of": group_gae},
     }
 

@@ -35,7 +35,6 @@ def make_batch(group_size: int) -> list[TrajectoryGroup]:
                 action_keys=[[f"action {a}" for a in row] for row in rng.integers(0, 4, size=shape).tolist()],
                 action_lengths=[[NUM_TOKENS] * NUM_TURNS] * group_size,
                 values=numbers,
-                entropies=np.abs(numbers).tolist(),
                 teacher_logprobs=(-np.abs(numbers)).tolist(),
                 hindsight_logprobs=(-np.abs(numbers)).tolist(),
                 answer_logprobs=(-np.abs(numbers)).tolist(),

@@ -44,7 +44,7 @@ from agentrl.learn.plan import draw_minibatches
 from agentrl.learn.tokens import aggregation_weights, unit_index
 from agentrl.report.advise import RunProfile, Task, show
 from benchmarks.result_lines import append_line, read_lines
-from tests.support.tabular import BASE, SCHEMES, Array, Cell, Ints, Row
+from tests.support.tabular import BASE, SCHEMES, SHUFFLED, Array, Cell, Ints, Row
 
 NUM_MINIBATCHES, NUM_STEPS = 4, 50
 RATES = (0.05, 0.1, 0.2, 0.4)
@@ -58,6 +58,7 @@ CELLS: dict[str, Cell] = {
     **{f"locks {n}": replace(BASE, locks=n) for n in (1, 2, 8)},
     "keys aliased": replace(BASE, aliased=True),
     "paid by turn": replace(BASE, paid="turn"),
+    "paid by turn, horizon 4": replace(BASE, paid="turn", horizon=4),
 }
 
 
@@ -170,7 +171,7 @@ def map_of(rows: Sequence[dict[str, Any]]) -> list[Task]:
         shown = show([group for seed in range(20) for group in Row(cell, seed).play()[0]])
         gains = {}
         for scheme in SCHEMES:
-            if (name, scheme) in found and scheme not in ("uniform", "shuffled ecpo"):
+            if (name, scheme) in found and scheme not in ("uniform", SHUFFLED):
                 difference = found[name, scheme] - found[name, "uniform"]
                 error = difference.std(ddof=1) / math.sqrt(len(difference))
                 gains[scheme] = (round(float(difference.mean()), 4), round(float(error), 4))

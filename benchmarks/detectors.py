@@ -32,7 +32,10 @@ def below(metric: str, limit: float) -> tuple[str, Rule]:
 
 
 def above(metric: str, limit: float) -> tuple[str, Rule]:
-    return f"{metric} above {limit:g}", lambda steps, k: steps[metric][k] > limit
+    return (
+        f"{metric} above {limit:g}",
+        lambda steps, k: metric in steps and steps[metric][k] > limit,
+    )  # older runs lack some
 
 
 def against_median(metric: str, times: float) -> tuple[str, Rule]:
@@ -57,6 +60,7 @@ RULES: list[tuple[str, Rule]] = [
     *(below("samples", limit) for limit in (0.7, 0.6, 0.5)),
     against_median("samples", 0.6),
     *(above("kl", limit) for limit in (0.01, 0.03, 0.05)),
+    *(above("step_kl", limit) for limit in (0.2, 0.3, 0.5)),
     *(both(below("samples", limit), above("kl", 0.03)) for limit in (0.6, 0.5)),
     *(above("token_spread", limit) for limit in (0.1, 0.2, 0.3)),
     *(against_first("entropy", times) for times in (0.3, 0.1)),
@@ -113,7 +117,7 @@ def main() -> None:
     options = parser.parse_args()
     known = {
         job: result
-        for job, result in read_results(options.evidence).items()
+        for job, result in read_results(options.evidence, is_any=True).items()
         if job.env == "key_door" and "kl" not in job.train
     }
     chosen = list(known.items())[options.begin : options.end]

@@ -247,13 +247,13 @@ def figures(rows: Sequence[dict[str, float]]) -> Result:
     return {"at": [int(row["step"]) for row in evaluated], "curve": curve, "steps": steps}
 
 
-def read_results(out: Path) -> dict[Job, Result]:
-    """Return the results under today's settings."""
+def read_results(out: Path, *, is_any: bool = False) -> dict[Job, Result]:
+    """Return the results under today's settings; with `is_any` the last of each run, whatever the recipes were then."""
     found = {Job(**{name: r.get(name, "plain") for name in Job._fields}): r for r in read_lines(out)}
     return {
         job: result
         for job, result in found.items()
-        if job.env in SETTINGS and job.ratio in RATIOS and result["settings"] == fingerprint(job)
+        if job.env in SETTINGS and job.ratio in RATIOS and (is_any or result["settings"] == fingerprint(job))
     }
 
 
@@ -373,9 +373,9 @@ def tell_edges(known: dict[Job, Result]) -> None:
 DRAWN = {
     "GRPO, uniform": ("grpo", "uniform", "plain"),
     "GSPO with the range of the recipes before, uniform": ("gspo, fixed", "uniform", "plain"),
-    "GRPO, ecpo": ("grpo", "ecpo", "plain"),
+    "GRPO, action_values": ("grpo", "action_values", "plain"),
     "the default, uniform": ("gspo, token", "uniform", "kl .02"),
-    "the default, ecpo": ("gspo, token", "ecpo", "kl .02"),
+    "the default, action_values": ("gspo, token", "action_values", "kl .02"),
 }
 """What is drawn of each environment: ratio, credit and way of updating."""
 
@@ -434,7 +434,7 @@ def main() -> None:
     parser.add_argument(
         "--ratios", nargs="+", choices=list(RATIOS), default=[name for name in RATIOS if name != "grpo, watched"]
     )
-    parser.add_argument("--credits", nargs="+", default=["uniform", "group_gae", "ecpo"])
+    parser.add_argument("--credits", nargs="+", default=["uniform", "group_gae", "action_values"])
     parser.add_argument("--trains", nargs="+", choices=list(TRAINS), default=["plain"])
     parser.add_argument("--against", choices=list(TRAINS), default="plain", help="with tell")
     parser.add_argument("--against-ratio", choices=list(RATIOS), default="grpo", help="with tell")
@@ -449,7 +449,7 @@ def main() -> None:
         Job(env, ratio, credit, max(options.rates), 0, train)
         for env, ratio, credit, train in product(options.envs, options.ratios, options.credits, options.trains)
     ]
-    known = read_results(options.out)
+    known = read_results(options.out, is_any=options.part == "tell")
     seeds: Sequence[int]
     match options.part:
         case "cures":

@@ -152,8 +152,7 @@ def test_installed_credit_schemes_are_listed_with_their_fields(
         "turn_rewards",
         "2505.10978",
         "gamma: 1.0",
-        "(experimental)",
-        "entropy_modulated ",
+        "action_values ",
         "token",
     ):
         assert word in out

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from agentrl.chat import AutoConfig, ChatMLConfig, RendererConfig, TemplateConfig
 from agentrl.data.files import dump_yaml, parse_yaml
 from agentrl.errors import ConfigError
-from agentrl.recipe.config import Recipe, load_recipe, plan
+from agentrl.recipe.config import Recipe, load_recipe, plan, warnings
 from agentrl.recipe.plugin import Plugin
 from agentrl.report.folder import RunFolder
 from tests.support.each import each
@@ -63,7 +63,10 @@ def test_the_tree_has_the_sections_of_a_run() -> None:
         "evaluation",
         "loss",
         "loss.calibrated",
+        "loss.covariance",
+        "loss.gate",
         "loss.kernel",
+        "loss.nll",
         "model",
         "model.local",
         "model.lora",
@@ -286,7 +289,7 @@ def test_one_trajectory_a_group_is_allowed_where_credit_says_what_to_do(file: Pa
 
 
 def test_the_rule_for_one_trajectory_is_that_of_the_innermost_scheme_and_of_the_fallback(file: Path) -> None:
-    for scheme in ("scheme: judge", "scheme: entropy_modulated", "scheme: judge, fallback: uniform"):
+    for scheme in ("scheme: judge", "scheme: shuffled", "scheme: judge, fallback: uniform"):
         words = message(file, f"{{rollout: {{group_size: 1}}, credit: {{{scheme}}}}}")
         assert words.startswith("rollout.group_size: 1 gives every trajectory nothing to be compared with")
     kept = "credit: {scheme: judge, then: {scheme: turn_return, lone: keep}, fallback: uniform}"
@@ -523,7 +526,7 @@ evaluation: {num_tasks: 20, samples: 2}
         "tokens per micro-batch": "at most 900, shared ones once",
         "steps": "10 (at most 20 updates)",
         "credit": "scheme turn_return, gamma 0.5",
-        "loss": "turn ratios, clip [0.997, 1.01]",
+        "loss": "gspo_token: turn ratios, clip [0.997, 1.01], trajectory-mean",
         "evaluation": "20 evaluation tasks, 2 episodes each",
     }
 
@@ -616,7 +619,7 @@ def test_options_that_no_file_of_a_run_can_hold_are_refused(options: str, words:
         ("env.wrappers", "[{id: time_limit, max_turns: 5}]"),
         ("env.schedule", "[{from_step: 1, options: {num_rooms: 2}}]"),
         ("rollout.curriculum", "{visits: 2}"),
-        ("credit", "{scheme: ecpo, lam: 0.5}"),
+        ("credit", "{scheme: action_values, gamma: 1, lam: 0.5}"),
     ],
 )
 def test_values_on_the_command_line_are_written_as_in_a_recipe(option: str, value: str) -> None:
@@ -636,3 +639,19 @@ def test_values_on_the_command_line_are_written_as_in_a_recipe(option: str, valu
 def test_a_text_may_look_like_a_list(value: str) -> None:
     assert load_recipe(None, ["--model.name_or_path", value]).model.name_or_path == value
     assert load_recipe(None, [f"--run_dir={value}"]).run_dir == Path(value)
+
+
+@each(
+    ("sections", "words"),
+    [
+        ({"model": {"name_or_path": "m"}, "train": {"learning_rate": 3e-4}}, "train.learning_rate: 0.0003 suits"),
+        ({"model": {"name_or_path": "m"}, "train": {"learning_rate": 2e-5}}, None),
+        ({"model": {"name_or_path": "m", "lora": {}}, "train": {"learning_rate": 3e-4}}, None),
+        ({"train": {"learning_rate": 3e-4}}, None),
+        ({"train": {"target_kl": 0.02}}, "train.target_kl: 0.02 nats a token are up to 41 on an episode"),
+        ({"train": {"target_kl": 0.02}, "rollout": {"max_turn_tokens": 32, "max_episode_tokens": 512}}, None),
+    ],
+)
+def test_likely_mistakes_are_named_before_anything_starts(sections: dict[str, Any], words: str | None) -> None:
+    found = warnings(load_recipe(sections))
+    assert [warning.startswith(words or "") for warning in found] == ([True] if words else [])

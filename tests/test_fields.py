@@ -126,8 +126,8 @@ def test_types_in_words(schema: dict[str, Any], words: str) -> None:
         ("rollout.history", ["rollout.history"], ["rollout.history.tool_results", "rollout.history.turns"]),
         ("rollout.group_size", ["rollout"], ["rollout.group_size"]),
         ("group_size", ["rollout"], ["rollout.group_size"]),
-        ("credit.mt_grpo", ["credit, with scheme: mt_grpo"], None),
-        ("mt_grpo", ["credit, with scheme: mt_grpo"], None),
+        ("credit.gigpo", ["credit, with scheme: gigpo"], None),
+        ("gigpo", ["credit, with scheme: gigpo"], None),
         ("kl_coeff", [], []),
     ],
 )

@@ -241,7 +241,9 @@ def untrained(recipe: "Recipe", *, process: int = 0) -> "Recipe":
             "report": recipe.report.model_copy(update={"trackers": ()}),
             "engine": recipe.engine.for_process(process),
             "credit": {"scheme": "uniform", "lone": "keep"},
-            "loss": recipe.loss.model_copy(update={"kl_coefficient": 0.0, "routing_replay": "none"}),
+            "loss": recipe.loss.model_copy(
+                update={"kl_coefficient": 0.0, "distill_coefficient": 0.0, "routing_replay": "none"}
+            ),
             "train": recipe.train.model_copy(update={"optimizer": "adamw", "sharding": "none"}),
         }
     )

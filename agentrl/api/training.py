@@ -33,6 +33,7 @@ from agentrl.distributed.checkpoints import by_step, newest_step
 from agentrl.errors import ConfigError, TrainingError, UserError
 from agentrl.recipe import registry
 from agentrl.recipe.config import Recipe, plan
+from agentrl.recipe.config import warnings as recipe_warnings
 from agentrl.report import terminal
 from agentrl.report.folder import RunFolder
 from agentrl.report.log import logged
@@ -299,16 +300,18 @@ def _run(
     if folder and int(os.environ.get("WORLD_SIZE", "1")) == 1 and _is_done(console, folder, recipe):
         return TrainedRun(folder.path)
     opening = [_plan_table(recipe), f"run folder: {shown(recipe.run_dir)}"]
-
-    def show_announcement(words: str) -> None:  # the first comes once environment and model are found
-        while opening:
-            console.print(opening.pop(0))
-        console.print(f"{words} ...")
-
+    likely_mistakes = recipe_warnings(recipe) if is_main else []
     teller = Console(soft_wrap=True) if console.quiet else console
 
     def warn(words: str) -> None:
         teller.print(f"warning: {words}", style="yellow")
+
+    def show_announcement(words: str) -> None:  # the first comes once environment and model are found
+        while opening:
+            console.print(opening.pop(0))
+        while likely_mistakes:
+            warn(likely_mistakes.pop(0))
+        console.print(f"{words} ...")
 
     resumed = None
     with (

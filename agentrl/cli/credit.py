@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,7 @@ def _advise(options: argparse.Namespace, _: list[str]) -> None:
             f"{options.target} has no rollouts of usable episodes (report.rollouts_every says how often they are written)"
         )
     tasks = read_map()
-    found = advise(shown, tasks)
+    found = advise(shown, tasks, shipped=_shipped({t.env_id for group in groups for t in group.trajectories}))
     table = Table(title=f"{len(groups)} groups of {options.target}", title_justify="left", show_header=False, box=None)
     table.add_row("turns of an episode", f"{shown.turns:.1f}")
     table.add_row("usable episodes of a group", f"{shown.group_size:.1f}")
@@ -107,8 +109,21 @@ def _advise(options: argparse.Namespace, _: list[str]) -> None:
     table.add_row("episodes that earn something before their last turn", f"{shown.by_turn:.0%}")
     console = Console(soft_wrap=True)
     console.print(table)
-    console.print(found.recipe)
+    console.print(found.line)
     console.print(found.why[0].upper() + found.why[1:])
+
+
+def _shipped(env_ids: Collection[str]) -> Mapping[str, Any] | None:
+    """Return the section `credit` of the recipe that comes along for an environment. None: there is none."""
+    from agentrl.api.target import load
+
+    if len(env_ids) != 1:
+        return None
+    with suppress(ConfigError):
+        [env_id] = env_ids
+        recipe, run_dir = load(env_id)
+        return recipe.credit if run_dir is None and recipe.env.id == env_id else None
+    return None
 
 
 def _fields(arguments: list[str]) -> dict[str, Any]:

@@ -180,6 +180,7 @@ def _proposed(env: str, model: str | None, seen: _Sizes) -> Data:
         **warmup,
         "rollout": {"num_groups": 8, "group_size": 8, **limits},
         "credit": {"scheme": "uniform"},
+        "loss": {"algorithm": "gspo_hybrid"},  # episodes of a tiny model are short
         "train": {"steps": 100, "learning_rate": 3e-4, "schedule": "cosine"},
         "evaluation": {"every": 20, "num_tasks": 64},
     }

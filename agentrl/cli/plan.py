@@ -29,6 +29,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
     if options.gpus < 1 or not 0 < options.memory <= _MAX_GB:
         raise ConfigError(f"--gpus and --memory: expected positive numbers, and at most {_MAX_GB:,} GB")
     recipe, _ = load(options.target, rest)
+    from agentrl.recipe.config import warnings
     from agentrl.run.memory import GB, model_sizes, plan_memory, remedies, tokens_of_a_pass
     from agentrl.run.parts import task_shard
 
@@ -37,6 +38,8 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
     processes = plan_memory(recipe, gpus=options.gpus, memory=memory, sizes=sizes)
     task_shard(recipe.engine, num_groups=recipe.rollout.num_groups, rank=0, num_ranks=processes[0].count)
     console = Console()
+    for words in warnings(recipe):
+        console.print(f"warning: {words}")
     for process in processes:
         table = Table(f"{process.count} x {process.name}", "GB", box=None, pad_edge=False)
         table.columns[1].justify = "right"
@@ -89,10 +92,13 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
 
 def _doctor(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, run_dir = load(options.target, rest)
+    from agentrl.recipe.config import warnings
     from agentrl.run.build import build
     from agentrl.run.doctor import examine
 
     console = Console(soft_wrap=True)
+    for words in warnings(recipe):
+        console.print(f"{'warning':13} {words}")
     with build(untrained(recipe), tokenizer_folder=tokenizer_of(run_dir)) as parts:
         for name, words in examine(parts):
             console.print(f"{name:13} {words}")

@@ -8,19 +8,26 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from agentrl.credit import Credit
+from agentrl.errors import ConfigError
+from agentrl.learn.config import LossConfig
+from agentrl.learn.loss import select_by_covariance
 from agentrl.learn.tokens import (
     Aggregation,
+    FloatArray,
     Int32Array,
     RatioUnit,
     TokenBatch,
     aggregation_weights,
     unit_index,
 )
-from agentrl.types import Trajectory
+from agentrl.types import Need, Trajectory
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,6 +45,12 @@ class LossColumns:
     """Policy version that sampled the token."""
     trajectory_T: Tensor
     """Number of the token's trajectory in the minibatch."""
+    nll_weight_T: Tensor | None = None
+    """Weight of each token among those to imitate; 0: it is none of them. None: no term of the loss imitates any."""
+    teacher_T: Tensor | None = None
+    """Log-probability under the teacher. None: the loss has no term of it."""
+    selected_T: Tensor | None = None
+    """Tokens that `loss.covariance` concerns. None: the recipe has none."""
 
     def select(self, token_T: Int32Array) -> "LossColumns":
         """Return the columns of some tokens; ratio units are numbered from 0 among them."""
@@ -45,8 +58,9 @@ class LossColumns:
         return replace(found, unit_T=torch.unique(found.unit_T, return_inverse=True)[1])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "LossColumns":
-        """Apply a function to each column."""
-        return LossColumns(**{field.name: function(getattr(self, field.name)) for field in fields(self)})
+        """Apply a function to each column that there is."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return LossColumns(**{name: None if column is None else function(column) for name, column in columns.items()})
 
 
 class Batch(NamedTuple):
@@ -89,3 +103,58 @@ def make_batch(
         trajectory_T=torch.from_numpy(tokens.trajectory_T),
     )
     return Batch(tokens, columns)
+
+
+def add_terms(
+    batch: Batch, trajectories: Sequence[Trajectory], credits: Sequence[Credit], *, config: LossConfig, seed: int
+) -> Batch:
+    """Return the batch of `make_batch` with the columns of those further terms that a recipe's loss has.
+
+    Args:
+        batch: of the trajectories.
+        trajectories: of one optimizer step.
+        credits: of these.
+        config: terms.
+        seed: of the tokens that `loss.covariance` draws.
+
+    Raises:
+        ConfigError: if a signal that the loss reads (`LossConfig.needs`) was not measured.
+    """
+    columns: dict[str, Tensor] = {}
+    if config.nll is not None and config.nll.of == "successes":
+        is_success_I = np.array([bool(trajectory.reported("success")) for trajectory in trajectories], dtype=np.bool_)
+        columns["nll_weight_T"] = torch.from_numpy(_imitation_weights(batch.tokens, is_success_I, config=config))
+    if config.distill_coefficient > 0:
+        keep_T = np.concatenate([np.empty(0, dtype=np.bool_), *(credit.keep_T for credit in credits)])
+        columns["teacher_T"] = torch.from_numpy(_signal(trajectories, Need.TEACHER_LOGPROBS)[keep_T])
+    if config.covariance is not None:
+        columns["selected_T"] = select_by_covariance(
+            batch.columns.advantage_T,
+            batch.columns.behavior_T,
+            rule=config.covariance.rule,
+            share=config.covariance.share,
+            band=config.covariance.band,
+            generator=torch.Generator().manual_seed(seed),
+        )
+    return batch._replace(columns=replace(batch.columns, **columns))
+
+
+def _imitation_weights(tokens: TokenBatch, is_imitated_I: BoolArray, *, config: LossConfig) -> FloatArray:
+    """Return the weights of the tokens of some trajectories among themselves, and 0 for the others."""
+    is_imitated_T = is_imitated_I[tokens.trajectory_T]
+    weight_T = np.zeros(len(tokens))
+    weight_T[is_imitated_T] = aggregation_weights(
+        config.aggregation,
+        trajectory_T=tokens.trajectory_T[is_imitated_T],
+        turn_T=tokens.turn_T[is_imitated_T],
+        constant_length=config.constant_length,
+    )
+    return weight_T
+
+
+def _signal(trajectories: Sequence[Trajectory], need: Need) -> FloatArray:
+    """Return a signal of every action token."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    if any(need not in turn.signals for turn in turns):
+        raise ConfigError(f"loss: it reads {need}, which turns do not have; measure the signals of `LossConfig.needs`")
+    return np.concatenate([np.empty(0), *(turn.signals[need] for turn in turns)])

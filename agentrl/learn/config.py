@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from agentrl.errors import ConfigError
-from agentrl.learn.loss import KLEstimator, MismatchLevel
+from agentrl.learn.loss import CovarianceRule, KLEstimator, MismatchLevel
 from agentrl.learn.tokens import Aggregation, RatioUnit
 from agentrl.policy.config import Layout
 from agentrl.recipe import foreign_names
 from agentrl.recipe.plugin import MayChange
 from agentrl.recipe.registry import suggest
-from agentrl.types import Amount, AmountOrZero, Count, Positive, Rate, between
+from agentrl.types import Amount, AmountOrZero, Count, Need, Positive, Rate, between
 
 ScheduleName = Literal["constant", "linear", "cosine"]
 
@@ -196,6 +196,54 @@ class KernelConfig(BaseModel):
         return self
 
 
+class CovarianceConfig(BaseModel):
+    """Restraint on the tokens that lower the entropy most: those whose advantage and log-probability are high together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    rule: CovarianceRule = "clip"
+    """`clip` (Clip-Cov): the policy loss gives no gradient to some tokens, drawn from those within `band`. `kl` (KL-Cov):
+    the tokens of the highest covariance pay `coefficient` times |log-probability - the anchor's|."""
+    share: float = Field(default=2e-4, gt=0, le=1)
+    """Share of a minibatch's tokens that it concerns; one token at least."""
+    band: tuple[float, float] = (1.0, 5.0)
+    """Covariances, (advantage - mean) times (log-probability at sampling - mean), between which `clip` draws."""
+    coefficient: Positive = 1.0
+    """Weight of the penalty of `kl`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.band[0] < self.band[1]:
+            raise ValueError(f"band: {list(self.band)} is empty; give the lower bound first")
+        for name, rule in (("band", "clip"), ("coefficient", "kl")):
+            value = getattr(self, name)
+            if self.rule != rule and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: {value} is only used by rule: {rule}; remove it, or set that")
+        return self
+
+
+class NLLConfig(BaseModel):
+    """Imitation beside reinforcement learning: -log pi of tokens, weighed among themselves as `loss.aggregation` says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    coefficient: Positive = 0.1
+    """Weight in the loss."""
+    of: Literal["successes", "demonstrations"] = "successes"
+    """Tokens to imitate. `successes`: of the minibatch's episodes that report `success`. `demonstrations`: of some of those
+    of the section `warmup`, drawn for each update; the warm-up itself may have no steps."""
+    batch_size: Count = 16
+    """Demonstrations of each update."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.of != "demonstrations" and self.batch_size != type(self).model_fields["batch_size"].default:
+            raise ValueError(
+                f"batch_size: {self.batch_size} is only used by of: demonstrations; remove it, or set that"
+            )
+        return self
+
+
 class LossConfig(BaseModel):
     """The loss section of a recipe."""
 
@@ -259,13 +307,22 @@ class LossConfig(BaseModel):
     loss with its tokens of negative advantage (DeepSeek-V3.2). None: none does."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
-    kl_estimator: KLEstimator = "k2"
+    kl_estimator: KLEstimator | Literal["k1_reward"] = "k2"
     """Estimate of that divergence: `k2`, whose gradient is that of KL(policy || reference) for tokens that the policy
     sampled; `k3` (GRPO), whose gradient is that of KL(reference || policy); `unbiased` (DeepSeek-V3.2), k3 weighed by the
-    token's ratio."""
+    token's ratio; `k1_reward` (PPO for RLHF, RLOO, REINFORCE++), which the credit scheme sees: each turn's reward loses
+    kl_coefficient times the sum over its tokens of (log-probability at sampling - the reference's). Metrics and records
+    show the environment's own rewards."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy of the tokens' distributions, which is added to the objective: above 0 it keeps the policy
     random."""
+    covariance: CovarianceConfig | None = None
+    """Restraint on the tokens that lower the entropy most (Clip-Cov, KL-Cov). None: there is none."""
+    nll: NLLConfig | None = None
+    """Imitation of successful episodes or of demonstrations, beside the policy loss. None: there is none."""
+    distill_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the model that `signals.teacher` names (estimated as k2). 0: none, and no teacher is
+    needed. The credit scheme `distill` learns from the teacher alone."""
     routing_replay: Literal["none", "trainer", "engine"] = "none"
     """Experts that the updates of a mixture use: those that it chooses itself; those of the `trainer` before the first update
     (Routing Replay, GSPO paper, section 5.3); or those of the `engine` at sampling (arXiv 2510.11370), if it returns them:
@@ -333,7 +390,8 @@ class LossConfig(BaseModel):
         ):
             value = getattr(self, name)
             if not is_used and value != type(self).model_fields[name].default:  # a run's recipe has all defaults
-                raise ValueError(f"{name}: {value} is only used by {users}; remove it, or set that")
+                shown = f"{value:g}" if isinstance(value, float) else value
+                raise ValueError(f"{name}: {shown} is only used by {users}; remove it, or set that")
         return self
 
     @model_validator(mode="after")
@@ -344,6 +402,32 @@ class LossConfig(BaseModel):
                 "anchor: recomputed or sampled, or routing_replay: engine"
             )
         return self
+
+    @property
+    def has_kl_reward(self) -> bool:
+        """Whether rewards lose the divergence from the reference before they are credited."""
+        return self.kl_coefficient > 0 and self.kl_estimator == "k1_reward"
+
+    @property
+    def has_kl_loss(self) -> bool:
+        """Whether the divergence from the reference is a term of the loss."""
+        return self.kl_coefficient > 0 and self.kl_estimator != "k1_reward"
+
+    @property
+    def reads_demonstrations(self) -> bool:
+        """Whether a term of the loss imitates demonstrations."""
+        return self.nll is not None and self.nll.of == "demonstrations"
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every token may have a gradient, whatever its advantage."""
+        has_penalty = self.covariance is not None and self.covariance.rule == "kl"
+        return self.has_kl_loss or self.distill_coefficient > 0 or self.entropy_coefficient != 0 or has_penalty
+
+    def needs(self) -> frozenset[Need]:
+        """Return the signals that are measured for the loss, whatever the credit scheme reads."""
+        reads = {Need.REFERENCE_LOGPROBS: self.has_kl_reward, Need.TEACHER_LOGPROBS: self.distill_coefficient > 0}
+        return frozenset(need for need, is_read in reads.items() if is_read)
 
     def clip_range(self) -> tuple[float, float]:
         """Return (clip_low, clip_high), with the default of what is clipped for a field that is None."""

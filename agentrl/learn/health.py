@@ -11,8 +11,13 @@ from agentrl.rollout import RolloutConfig
 from agentrl.rollout.demonstrations import Demonstration
 
 Row = Mapping[str, float]
-Sign = Literal["zero_spread", "cut_off", "collapse", "runaway"]
+Sign = Literal["zero_spread", "cut_off", "collapse", "runaway", "moved", "shortened", "gone"]
 SIGNS: tuple[Sign, ...] = get_args(Sign)
+_FOLLOWING: dict[frozenset[Sign], frozenset[Sign]] = {
+    frozenset({"collapse", "moved", "shortened"}): frozenset({"zero_spread", "cut_off", "runaway", "gone"}),
+    frozenset({"runaway", "gone"}): frozenset({"zero_spread", "cut_off"}),
+}
+"""Signs that follow from others: after one of those they are no news, and their advice would mislead."""
 
 COLLAPSED_STEPS = 4
 """Steps that a policy which has collapsed has already sampled when the sign is first seen."""
@@ -27,6 +32,12 @@ _ENTROPY_LEFT = 0.1
 """Share of the entropy of the first steps."""
 _FEW_SAMPLES, _FAR = 0.5, 0.03
 """Effective samples, and nats a token to the policy that sampled: found on runs that collapsed (docs/evidence.md)."""
+_MOVED = 0.3
+"""Nats a token that no step should move the policy by (chosen with benchmarks/detectors.py); healthy ones move it by .001 to .05."""
+_SHORTENED = 0.75
+"""Share of the updates that a bound shortens in every step of a run whose rate is too high for it."""
+_SUCCEEDED = 0.03
+"""Share of episodes that succeeded in some steps, from which on their absence is no chance."""
 _OF_REWARDS = {"reward/mean", "reward/spread", "credit/zero_advantage"}
 _LIMITS = {
     "stop/max_turns": "rollout.max_turns",
@@ -48,6 +59,9 @@ def signs(rows: Sequence[Row]) -> dict[Sign, str]:
     found: dict[Sign, str | None] = {
         "collapse": collapse and collapse[0],
         "runaway": _runaway(rows[-1]),
+        "moved": _moved(rows[-1]),
+        "shortened": _shortened(rows),
+        "gone": _gone(rows),
         "zero_spread": _zero_spread(rows),
         "cut_off": _cut_off(rows),
     }
@@ -66,15 +80,16 @@ def collapsed_since(rows: Sequence[Row]) -> int:
 
 
 def newly_detected(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str]:
-    """Return the signs to report: each once in a run; after a collapse, none that follows from it.
+    """Return the signs to report: each once in a run, and none that follows from an earlier one.
 
     Args:
         found: signs of the last step.
         rows: metrics of the steps before it, with `health/SIGN`.
     """
     known = {sign for sign in SIGNS if any(row.get(f"health/{sign}") for row in rows)}
-    if "collapse" in known | found.keys():
-        known |= {"zero_spread", "cut_off", "runaway"}
+    seen = known | found.keys()
+    for causes, following in _FOLLOWING.items():
+        known |= following if seen & causes else frozenset()
     return {sign: words for sign, words in found.items() if sign not in known}
 
 
@@ -134,7 +149,45 @@ def _runaway(row: Row) -> str | None:
         return None
     return (
         f"one step moved the policy by {far:.2g} nats a token, so that few trajectories outweigh the rest (effective samples "
-        f"{samples:.0%}): runs often collapse by this; lower train.learning_rate, or train.target_kl (0.02 by default)"
+        f"{samples:.0%}): runs often collapse by this; lower train.learning_rate, or set train.target_kl"
+    )
+
+
+def _moved(row: Row) -> str | None:
+    """Detect a step that moved the policy further than any clip range means to allow."""
+    if (far := row.get("kl/step", 0.0)) <= _MOVED:
+        return None
+    return (
+        f"one step moved the policy by {far:.2g} nats a token (healthy runs: below .05): lower train.learning_rate, now "
+        f"{row.get('learning_rate', 0.0):.2g}, or set train.target_kl: 0.02"
+    )
+
+
+def _shortened(rows: Sequence[Row]) -> str | None:
+    """Detect updates that `train.target_kl` shortens all the time."""
+    last = [(row.get("shortened_updates", 0.0), row.get("updates", 0.0)) for row in rows[-_STEPS:]]
+    if len(last) < _STEPS or any(not shortened or shortened < _SHORTENED * updates for shortened, updates in last):
+        return None
+    num, of = (int(sum(column)) for column in zip(*last, strict=True))
+    return (
+        f"train.target_kl shortened {num} of {of} updates in {_STEPS} steps: each costs a pass more and goes a part of its way; "
+        f"lower train.learning_rate, now {rows[-1].get('learning_rate', 0.0):.2g}"
+    )
+
+
+def _gone(rows: Sequence[Row]) -> str | None:
+    """Detect success that was there, be it little, and is in no episode any more."""
+    stage = _stage(rows[-1])
+    shares = [row.get("episode/success", 0.0) for row in rows if _stage(row) == stage]
+    before, last = shares[:-_STEPS_ZERO_SPREAD], shares[-_STEPS_ZERO_SPREAD:]
+    if not before or any(last):
+        return None
+    best = max(fmean(before[max(0, end - _STEPS) : end]) for end in range(1, len(before) + 1))
+    if best < _SUCCEEDED:
+        return None
+    return (
+        f"success is gone: {best:.0%} of the episodes succeeded before, none in the last {_STEPS_ZERO_SPREAD} steps; lower "
+        "train.learning_rate, and begin again or from an earlier checkpoint"
     )
 
 

@@ -25,14 +25,16 @@ from torch.distributed.tensor import DTensor
 from agentrl.credit import Credit
 from agentrl.distributed.processes import all_gather, from_rank_zero, num_processes, scatter
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.learn.batch import LossColumns, make_batch
+from agentrl.learn.batch import LossColumns, add_terms, make_batch
 from agentrl.learn.calibration import ClipStats, ClipTarget, clip_stats, merge_clip_stats, range_metrics
 from agentrl.learn.config import LossConfig, TrainConfig
 from agentrl.learn.interrupt import check_interrupt
 from agentrl.learn.line_search import KeptVersions, KLLineSearch
+from agentrl.learn.loss import nll_loss
 from agentrl.learn.metrics import (
     MinibatchStats,
     Observations,
+    Sums,
     TokenDiagnostics,
     anchor_metrics,
     effective_samples,
@@ -42,11 +44,13 @@ from agentrl.learn.metrics import (
 from agentrl.learn.micro_batch_loss import AnchorState, StaleTokens, micro_batch_loss, trust_region
 from agentrl.learn.plan import MicroBatch, PassTokens, Planner, draw_minibatches
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.tokens import TokenBatch
+from agentrl.learn.tokens import TokenBatch, aggregation_weights
+from agentrl.learn.warmup import demonstrated_tokens, draw_demonstrations
 from agentrl.models.moe import UNKNOWN, changed_share, experts_of, recording, replaying, routers_of
 from agentrl.policy.layout import attending, lay_out
 from agentrl.policy.model import Policy
 from agentrl.rollout import derive_seed
+from agentrl.rollout.demonstrations import Demonstration
 from agentrl.types import Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -104,6 +108,8 @@ class CreditedMinibatch(NamedTuple):
     pairs: list[tuple[Trajectory, Credit]]
     num_computed: int
     """Number of the first ones that are computed. The others have no gradient, and count in the denominators."""
+    seed: int = 0
+    """Seed of what the minibatch draws: tokens of `loss.covariance`, demonstrations of `loss.nll`."""
 
     def is_stale(self, version: int) -> bool:
         """Return whether an earlier version sampled any token of the computed trajectories."""
@@ -119,6 +125,14 @@ class TrainingPass(NamedTuple):
     """Columns of the micro-batch's tokens."""
 
 
+class DemonstrationPass(NamedTuple):
+    """One forward and backward pass of a rank over demonstrations."""
+
+    micro: MicroBatch
+    weight_T: Tensor
+    """Weight of each demonstrated token in `loss.nll`."""
+
+
 class PlannedMinibatch(NamedTuple):
     """A minibatch with this rank's passes over it, and the anchor of each pass."""
 
@@ -126,6 +140,8 @@ class PlannedMinibatch(NamedTuple):
     passes: list[TrainingPass]
     """Passes over the minibatch. Empty: no token of it is trained."""
     anchors: list[AnchorState]
+    demonstrations: list[DemonstrationPass]
+    """Further passes, over demonstrations."""
 
 
 class Gradient(NamedTuple):
@@ -185,6 +201,8 @@ class Learner:
         self.kept = KeptVersions(state.policy.parameters(), most=loss.kept_versions if loss.anchor == "sampled" else 0)
         """Weights of earlier versions, for the anchors of stale tokens."""
         self.loss = loss
+        self.demonstrations: Sequence[Demonstration] = ()
+        """Demonstrations that `loss.nll` imitates; the same on all ranks."""
         self._accelerator, self._config = state.accelerator, config
         self._temperature, self._seed = temperature, seed
         policy = state.policy
@@ -254,7 +272,7 @@ class Learner:
         """
         update = self._prepare(groups, credits, version=version)
         for index, planned in enumerate(update.minibatches):
-            if planned.passes:
+            if planned.passes or planned.demonstrations:
                 self._step(update, planned, check_agreement if index == 0 else None)
             if index == 0 and update.first_experts is not None:
                 micro, before_JPX = update.first_experts
@@ -275,7 +293,9 @@ class Learner:
         self.diagnostics = TokenDiagnostics()
         first_experts = self._first_experts(minibatches[0]) if self._is_routed and plans[0] else None
         line_search = KLLineSearch(self.state, target=self._config.target_kl)
-        planned = [PlannedMinibatch(*parts) for parts in zip(minibatches, plans, anchors, strict=True)]
+        demonstrations = [self.plan_demonstrations(minibatch) for minibatch in minibatches]
+        parts = zip(minibatches, plans, anchors, demonstrations, strict=True)
+        planned = [PlannedMinibatch(*of_minibatch) for of_minibatch in parts]
         index = max((number for number, plan in enumerate(plans) if plan), default=0)
         last = planned[index]
         if line_search.target is not None and index == 0:
@@ -293,12 +313,12 @@ class Learner:
     def _step(
         self, update: StepUpdate, planned: PlannedMinibatch, check_agreement: Callable[[float], None] | None
     ) -> None:
-        """Update the policy by one minibatch that has trained tokens."""
+        """Update the policy by one minibatch that has trained tokens, or demonstrations."""
         state = self.state
         gradient = self._bounded_gradient(update, planned)
         stats = gradient.stats
         self.diagnostics.add(planned.minibatch.pairs, gradient.observations)
-        if check_agreement is not None and stats.versions.keys() <= {update.version}:
+        if check_agreement is not None and planned.passes and stats.versions.keys() <= {update.version}:
             check_agreement(stats["engine_distance_T"].mean)
         if not math.isfinite(stats.grad_norm):
             raise TrainingError(
@@ -321,6 +341,7 @@ class Learner:
             self.add_gradients,
             planned.passes,
             planned.anchors,
+            demonstrations=planned.demonstrations,
             version=update.version,
             is_updated=update.num_updates > 0,
         )
@@ -337,7 +358,8 @@ class Learner:
         if update.num_updates and line_search.target is not None:
             measure = partial(self.measure, update.last.passes, update.last.anchors, version=update.version)
             line_search.backtrack(measure(), measure)
-        counts = {"skipped_minibatches": float(len(update.minibatches) - update.num_updates), **line_search.metrics()}
+        num_skipped = float(len(update.minibatches) - update.num_updates)
+        counts = {"updates": float(update.num_updates), "skipped_minibatches": num_skipped, **line_search.metrics()}
         stats = update.stats
         if not stats:  # no token was computed: there is nothing to average
             return counts
@@ -358,16 +380,25 @@ class Learner:
             for trajectory, credit in zip(group.trajectories, of_group, strict=True)
             if not trajectory.failed and credit.keep_T.any()
         ]
-        has_kl = self.loss.kl_coefficient > 0
+        is_imitated = self.loss.nll is not None and self.loss.nll.of == "successes"
         drawn = draw_minibatches(
             [number for number, _, _ in trained],
-            has_gradient_I=[has_kl or bool(credit.advantages_T[credit.keep_T].any()) for _, _, credit in trained],
+            has_gradient_I=[
+                self.loss.is_dense
+                or bool(credit.advantages_T[credit.keep_T].any())
+                or (is_imitated and bool(trajectory.reported("success")))
+                for _, trajectory, credit in trained
+            ],
             num_minibatches=self._config.num_minibatches,
             rng=np.random.default_rng(derive_seed(self._seed, "minibatches", version)),
         )
         return [
-            CreditedMinibatch([trained[i][1:] for i in (*computed, *counted)], len(computed))
-            for computed, counted in drawn
+            CreditedMinibatch(
+                [trained[i][1:] for i in (*computed, *counted)],
+                len(computed),
+                derive_seed(self._seed, "minibatch", version, number),
+            )
+            for number, (computed, counted) in enumerate(drawn)
         ]
 
     def plan(self, minibatch: CreditedMinibatch) -> list[TrainingPass]:
@@ -382,28 +413,72 @@ class Learner:
         passes = [(self._planner.lay_out(tokens), columns) for tokens, columns in scatter(shares)]
         return [TrainingPass(micro, columns.map(micro.to_device)) for micro, columns in passes]
 
+    def plan_demonstrations(self, minibatch: CreditedMinibatch) -> list[DemonstrationPass]:
+        """Return this rank's passes over the demonstrations of a minibatch; none if `loss.nll` imitates none.
+
+        Raises:
+            ConfigError: if there are no demonstrations to imitate.
+        """
+        nll = self.loss.nll
+        if nll is None or nll.of != "demonstrations":
+            return []
+        if not self.demonstrations:
+            raise ConfigError("loss.nll: of: demonstrations, and Learner.demonstrations is empty; assign some to it")
+
+        def shares() -> list[list[tuple[PassTokens, Tensor]]]:
+            chosen = draw_demonstrations(self.demonstrations, num=nll.batch_size, seed=minibatch.seed)
+            tokens = demonstrated_tokens(chosen)
+            weight_T = aggregation_weights(
+                self.loss.aggregation,
+                trajectory_T=tokens.trajectory_T,
+                turn_T=tokens.turn_T,
+                constant_length=self.loss.constant_length,
+            )
+            of_all = self._planner.assign(tokens, num_processes=num_processes())
+            return [[(each, torch.from_numpy(weight_T[each.token_T])) for each in share] for share in of_all]
+
+        passes = [(self._planner.lay_out(tokens), weight_T) for tokens, weight_T in scatter(shares)]
+        return [DemonstrationPass(micro, micro.to_device(weight_T)) for micro, weight_T in passes]
+
     def _batch(self, minibatch: CreditedMinibatch) -> tuple[TokenBatch, LossColumns]:
-        return make_batch(
-            [trajectory for trajectory, _ in minibatch.pairs],
-            [credit for _, credit in minibatch.pairs],
+        trajectories = [trajectory for trajectory, _ in minibatch.pairs]
+        credits = [credit for _, credit in minibatch.pairs]
+        batch = make_batch(
+            trajectories,
+            credits,
             unit=self.loss.unit,
             aggregation=self.loss.aggregation,
             constant_length=self.loss.constant_length,
         )
+        return add_terms(batch, trajectories, credits, config=self.loss, seed=minibatch.seed)
 
     def add_gradients(
-        self, plan: Sequence[TrainingPass], anchors: Sequence[AnchorState], *, version: int, is_updated: bool = True
+        self,
+        plan: Sequence[TrainingPass],
+        anchors: Sequence[AnchorState],
+        *,
+        version: int,
+        demonstrations: Sequence[DemonstrationPass] = (),
+        is_updated: bool = True,
     ) -> Gradient:
         """Accumulate and clip a minibatch's gradient. `is_updated`: an update of the step came before (for calibration)."""
         observations = Observations()
-        for number, (training_pass, before) in enumerate(zip(plan, anchors, strict=True)):
+        passes: list[tuple[MicroBatch, AnchorState, Callable[[], Tensor]]] = [
+            (each.micro, before, partial(self._pass_loss, each, before, observations, version))
+            for each, before in zip(plan, anchors, strict=True)
+        ]
+        passes += [
+            (each.micro, AnchorState(), partial(self._demonstration_loss, each, observations))
+            for each in demonstrations
+        ]
+        for number, (micro, before, compute_loss) in enumerate(passes, 1):
             check_interrupt()
             with (
-                self._accumulating(is_last=number == len(plan) - 1),
+                self._accumulating(is_last=number == len(passes)),
                 attending(self.state.policy.model, self._layout),
-                self._routing(training_pass.micro, before),
+                self._routing(micro, before),
             ):
-                loss = self._pass_loss(training_pass, before, observations, version)
+                loss = compute_loss()
                 # Ranks average their gradients; the loss is a sum over all of them.
                 self._accelerator.backward(loss * self._accelerator.num_processes)
         is_calibrated = self.loss.trust == "calibrated"
@@ -528,7 +603,7 @@ class Learner:
         logprobs_T, entropy_T = self._forward(self.state.wrapped, micro)
         observations.add(entropy_T=entropy_T, token_T=torch.from_numpy(micro.token_T))
         reference_T = None
-        if self.state.reference is not None and self.loss.kl_coefficient > 0:
+        if self.state.reference is not None and self.loss.has_kl_loss:
             with torch.no_grad():
                 reference_T, _ = self._forward(self.state.reference, micro)
         return micro_batch_loss(
@@ -542,3 +617,12 @@ class Learner:
             reference_logprobs_T=reference_T,
             entropy_T=entropy_T if self.loss.entropy_coefficient else None,
         )
+
+    def _demonstration_loss(self, demonstrated: DemonstrationPass, observations: Observations) -> Tensor:
+        assert self.loss.nll is not None, "no demonstrations are planned without"
+        logprobs_T, _ = self._forward(self.state.wrapped, demonstrated.micro)
+        loss = nll_loss(logprobs_T, weight_T=demonstrated.weight_T, coefficient=self.loss.nll.coefficient)
+        nats = Sums.from_values(-logprobs_T.detach().double().cpu().numpy())
+        observations.demonstrated = observations.demonstrated.plus(nats)
+        observations.loss += float(loss.detach())
+        return loss

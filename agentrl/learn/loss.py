@@ -85,6 +85,8 @@ def policy_loss(
 
 KLEstimator = Literal["k2", "k3", "unbiased"]
 """Estimates of a KL divergence whose gradients differ."""
+CovarianceRule = Literal["clip", "kl"]
+"""What becomes of the tokens whose advantage and log-probability are high together."""
 
 
 def kl_loss(
@@ -117,8 +119,7 @@ def kl_loss(
             without an anchor.
     """
     _check_tokens(policy_logprobs_T, reference_logprobs_T=reference_logprobs_T, weight_T=weight_T)
-    if not (isfinite(coefficient) and coefficient >= 0):
-        raise ValueError(f"expected a finite coefficient >= 0, got {coefficient}")
+    _check_coefficient(coefficient)
     log_ratio_T = (policy_logprobs_T - reference_logprobs_T).detach()
     if estimator == "k2":
         value_T, factor_T = log_ratio_T**2 / 2, log_ratio_T
@@ -131,6 +132,85 @@ def kl_loss(
         ratio_T = (policy_logprobs_T - anchor_logprobs_T).detach().clamp(max=_LARGEST_LOG_RATIO).exp()
         value_T, factor_T = ratio_T * value_T, ratio_T * log_ratio_T
     return coefficient * (weight_T.detach() * (value_T + factor_T * (_score(policy_logprobs_T) - 1))).sum()
+
+
+def nll_loss(policy_logprobs_T: Tensor, *, weight_T: Tensor, coefficient: float) -> Tensor:
+    """Negative log-likelihood of tokens that the policy is to imitate: successful episodes, or demonstrations.
+
+        loss     = -coefficient * sum_t weight_t * log pi_t
+
+    Source: the positive-example language-model loss of VAPO, arXiv 2504.05118, whose weights are those of `token-mean`.
+
+    Shapes: `(T,)` each; a token of weight 0 has no part in it. Returns a scalar to be added to the policy loss.
+
+    Raises:
+        ValueError: for a wrong rank, dtype or length, numbers that are not finite, or a negative coefficient.
+    """
+    _check_tokens(policy_logprobs_T, weight_T=weight_T)
+    _check_coefficient(coefficient)
+    return -coefficient * (weight_T.detach() * policy_logprobs_T).sum()
+
+
+def select_by_covariance(
+    advantages_T: Tensor,
+    logprobs_T: Tensor,
+    *,
+    rule: CovarianceRule,
+    share: float,
+    band: tuple[float, float],
+    generator: torch.Generator,
+) -> Tensor:
+    """Return the tokens that lower the entropy most: those whose advantage and log-probability are high together.
+
+        c_t      = (A_t - mean A) (logprob_t - mean logprob), the means over all tokens
+        clip     max(1, floor(share T)) tokens at random among those with band[0] < c_t < band[1], or all of them
+        kl       the max(1, floor(share T)) tokens of the largest c_t
+
+    Source: Clip-Cov and KL-Cov, arXiv 2505.22617, section 4. Tokens are those of a whole minibatch, and log-probabilities
+    those at sampling, so that no split and no number of ranks changes the choice. (verl takes the present ones of a
+    micro-batch, and its Clip-Cov draws from the tokens that the clip range leaves.)
+
+    Shapes: `(T,)` each; returns bool `(T,)`.
+
+    Raises:
+        ValueError: for a wrong rank, dtype or length, numbers that are not finite, or a share beyond 0..1.
+    """
+    _check_tokens(logprobs_T, advantages_T=advantages_T)
+    if not 0 < share <= 1:
+        raise ValueError(f"expected a share above 0 and at most 1, got {share}")
+    selected_T = torch.zeros(len(logprobs_T), dtype=torch.bool, device=logprobs_T.device)
+    if not len(logprobs_T):
+        return selected_T
+    covariance_T = (advantages_T - advantages_T.mean()) * (logprobs_T - logprobs_T.mean())
+    if rule == "clip":
+        within = ((covariance_T > band[0]) & (covariance_T < band[1])).nonzero().flatten()
+        order = within[torch.randperm(len(within), generator=generator)]
+    else:
+        order = torch.argsort(covariance_T, descending=True, stable=True)
+    selected_T[order[: max(1, int(share * len(logprobs_T)))]] = True
+    return selected_T
+
+
+def covariance_penalty(
+    policy_logprobs_T: Tensor, *, anchor_logprobs_T: Tensor, weight_T: Tensor, selected_T: Tensor, coefficient: float
+) -> Tensor:
+    """Penalty on selected tokens that leave the anchor, whichever way.
+
+        loss     = coefficient * sum over selected t of weight_t * |log pi_t - anchor_logprob_t|
+        gradient   coefficient * weight_t * sign(log pi_t - anchor_logprob_t) grad log pi_t; 0 at the anchor
+
+    Source: KL-Cov, arXiv 2505.22617, section 4, in the form of the authors' code. The trust region stays as it is (the
+    authors' has none).
+
+    Shapes: `(T,)` each, `selected_T` bool; returns a scalar to be added to the policy loss.
+
+    Raises:
+        ValueError: for a wrong rank, dtype or length, numbers that are not finite, or a negative coefficient.
+    """
+    _check_tokens(policy_logprobs_T, anchor_logprobs_T=anchor_logprobs_T, weight_T=weight_T)
+    _check_coefficient(coefficient)
+    distance_T = (policy_logprobs_T - anchor_logprobs_T.detach()).abs()
+    return coefficient * (weight_T.detach() * selected_T * distance_T).sum()
 
 
 def off_policy_keep(
@@ -247,6 +327,11 @@ def _count_units(unit_T: Tensor, like_T: Tensor) -> Tensor:
             "units of each micro-batch again with unit_index"
         )
     return counts_U
+
+
+def _check_coefficient(coefficient: float) -> None:
+    if not (isfinite(coefficient) and coefficient >= 0):
+        raise ValueError(f"expected a finite coefficient >= 0, got {coefficient}")
 
 
 def _check_tokens(logprobs_T: Tensor, **others: Tensor) -> None:

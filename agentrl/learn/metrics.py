@@ -38,6 +38,8 @@ class Observations:
     columns: dict[str, list[npt.NDArray[Any]]] = field(default_factory=dict)
     """Arrays of each name, one per micro-batch, in the narrowest dtype. See `passes`."""
     loss: float = 0.0
+    demonstrated: "Sums" = field(default_factory=lambda: Sums())
+    """Negative log-probabilities of demonstrated tokens, of which nothing else is observed."""
 
     def add(self, **tensors: Tensor) -> None:
         """Append observations to the columns of these names."""
@@ -123,6 +125,8 @@ class MinibatchStats:
     def from_observations(cls, observations: Observations) -> "MinibatchStats":
         """Return the statistics of this rank's observations."""
         tally = cls.merge([_of_pass(part) for part in observations.passes()])
+        if observations.demonstrated.num:
+            tally = replace(tally, sums={**tally.sums, "nll_T": observations.demonstrated})
         return replace(tally, loss=observations.loss)
 
     @classmethod
@@ -166,6 +170,9 @@ def _of_pass(part: Mapping[str, Array]) -> MinibatchStats:
         "limited_U",
         "rejected_U",
         "off_policy_T",
+        "selected_T",
+        "nll_T",
+        "teacher_kl_T",
     )
     columns = {name: part[name] for name in alone if name in part} | {
         "ratio_U": ratio_U,
@@ -219,7 +226,9 @@ class TokenDiagnostics:
 
     def add(self, pairs: Sequence[tuple[Trajectory, Credit]], observations: Observations) -> None:
         """Record the diagnostics of this rank's passes over a minibatch."""
-        columns = [observations.columns[name] for name in ("token_T", "unit_T", "ratio_U", "entropy_T", "clipped_T")]
+        columns = [
+            observations.columns.get(name, []) for name in ("token_T", "unit_T", "ratio_U", "entropy_T", "clipped_T")
+        ]
         seen = [
             _PassStats(token_T, ratio_U[unit_T], entropy_T, clipped_T)
             for token_T, unit_T, ratio_U, entropy_T, clipped_T in zip(*columns, strict=True)
@@ -380,9 +389,13 @@ def update_metrics(tallies: Sequence[MinibatchStats], *, current_version: int) -
         metrics["mismatch/limited"] = found["limited_U"].mean
     if "rejected_U" in found.sums:
         metrics["clip/units_rejected"] = found["rejected_U"].mean
-    if "off_policy_T" in found.sums:
-        metrics["clip/off_policy_tokens"] = found["off_policy_T"].mean
-    return metrics
+    further = {
+        "off_policy_T": "clip/off_policy_tokens",
+        "selected_T": "clip/covariance_tokens",
+        "nll_T": "nll",
+        "teacher_kl_T": "kl/teacher",
+    }
+    return metrics | {metric: found[name].mean for name, metric in further.items() if name in found.sums}
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]]) -> dict[str, float]:

@@ -14,7 +14,14 @@ from agentrl.learn import trust as regions
 from agentrl.learn.batch import LossColumns
 from agentrl.learn.calibration import Calibration, ClipTarget, units_of
 from agentrl.learn.config import GateConfig, KernelConfig, LossConfig
-from agentrl.learn.loss import kl_loss, mismatch_weights, off_policy_keep, policy_loss
+from agentrl.learn.loss import (
+    covariance_penalty,
+    kl_loss,
+    mismatch_weights,
+    nll_loss,
+    off_policy_keep,
+    policy_loss,
+)
 from agentrl.learn.metrics import Observations
 from agentrl.learn.trust import TrustRegion, is_rejected
 
@@ -73,8 +80,8 @@ def micro_batch_loss(
         weight_T=_corrected_weights(policy_logprobs_T, anchor_T, columns, config, observations),
         trust=trust,
     )
-    loss = result.loss
-    if reference_logprobs_T is not None:
+    loss = result.loss + _imitation(policy_logprobs_T, columns, config, observations)
+    if reference_logprobs_T is not None and config.kl_estimator != "k1_reward":
         loss = loss + kl_loss(
             policy_logprobs_T,
             reference_logprobs_T=reference_logprobs_T,
@@ -86,6 +93,14 @@ def micro_batch_loss(
         observations.add(reference_kl_T=policy_logprobs_T - reference_logprobs_T)
     if entropy_T is not None:
         loss = loss - config.entropy_coefficient * (columns.weight_T * entropy_T).sum()
+    if config.covariance is not None and config.covariance.rule == "kl" and columns.selected_T is not None:
+        loss = loss + covariance_penalty(
+            policy_logprobs_T,
+            anchor_logprobs_T=anchor_T,
+            weight_T=columns.weight_T,
+            selected_T=columns.selected_T,
+            coefficient=config.covariance.coefficient,
+        )
     if config.reject is not None:
         observations.add(rejected_U=is_rejected(result.ratio_U, config.reject))
     observations.add(
@@ -100,6 +115,25 @@ def micro_batch_loss(
         trajectory_T=columns.trajectory_T,
     )
     observations.loss += float(loss.detach())
+    return loss
+
+
+def _imitation(
+    policy_logprobs_T: Tensor, columns: LossColumns, config: LossConfig, observations: Observations
+) -> Tensor:
+    """Return the terms of the loss that draw the policy to successful episodes and to a teacher."""
+    loss = policy_logprobs_T.new_zeros(())
+    if config.nll is not None and columns.nll_weight_T is not None:
+        loss = loss + nll_loss(policy_logprobs_T, weight_T=columns.nll_weight_T, coefficient=config.nll.coefficient)
+        observations.add(nll_T=-policy_logprobs_T[columns.nll_weight_T > 0])
+    if columns.teacher_T is not None:
+        loss = loss + kl_loss(
+            policy_logprobs_T,
+            reference_logprobs_T=columns.teacher_T,
+            weight_T=columns.weight_T,
+            coefficient=config.distill_coefficient,
+        )
+        observations.add(teacher_kl_T=policy_logprobs_T - columns.teacher_T)
     return loss
 
 
@@ -118,8 +152,12 @@ def _corrected_weights(
     config: LossConfig,
     observations: Observations,
 ) -> Tensor:
-    """Return the tokens' weights in the loss, corrected for the mismatch of engine and trainer, and for stale failures."""
+    """Return the tokens' weights in the policy loss: corrected for mismatch, and 0 for what has no part in it."""
     weight_T = columns.weight_T
+    if columns.selected_T is not None:
+        observations.add(selected_T=columns.selected_T)
+        if config.covariance is not None and config.covariance.rule == "clip":
+            weight_T = weight_T * ~columns.selected_T
     if config.off_policy_limit is not None:
         keep_T = off_policy_keep(
             policy_logprobs_T,

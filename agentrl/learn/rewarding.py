@@ -18,7 +18,7 @@ from agentrl.learn.interrupt import unless_interrupted
 from agentrl.rollout.env_driver import EnvThread
 from agentrl.rollout.faults import RaisedError
 from agentrl.rollout.group_rewards import OFFERED, GroupReward
-from agentrl.types import Trajectory, TrajectoryGroup
+from agentrl.types import Need, Trajectory, TrajectoryGroup, Turn, valid_trajectories
 
 
 def reward_groups(
@@ -64,6 +64,43 @@ async def _all_rewarded(
     finally:
         thread.close()  # and not waited for: a function of numbers leaves nothing open
     return rewarded
+
+
+def subtract_kl(groups: Sequence[TrajectoryGroup], *, coefficient: float) -> list[TrajectoryGroup]:
+    """Return the groups as a credit scheme sees them if the divergence from the reference is part of the reward.
+
+        reward_k - coefficient * sum over the tokens t of turn k of (behavior_logprob_t - reference_logprob_t)
+
+    The mean of the sum is the divergence of the policy that sampled (k1). Source: arXiv 2203.02155, eq. 2; RLOO,
+    2402.14740; REINFORCE++, 2501.03262. These take it token by token, or from the whole episode.
+
+    Raises:
+        ConfigError: if the reference's log-probabilities were not measured.
+    """
+    return [
+        replace(group, trajectories=tuple(t if t.failed else _penalised(t, coefficient) for t in group.trajectories))
+        for group in groups
+    ]
+
+
+def kl_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Return the mean log-ratio of sampler and reference, in nats a token, of groups whose reference was measured."""
+    differences = [x for t in valid_trajectories(groups) for turn in t.turns for x in _log_ratios(turn)]
+    return {"kl/reference": sum(differences) / len(differences)} if differences else {}
+
+
+def _penalised(trajectory: Trajectory, coefficient: float) -> Trajectory:
+    turns = (replace(turn, reward=turn.reward - coefficient * sum(_log_ratios(turn))) for turn in trajectory.turns)
+    return replace(trajectory, turns=tuple(turns))
+
+
+def _log_ratios(turn: Turn) -> list[float]:
+    reference = turn.signals.get(Need.REFERENCE_LOGPROBS)
+    if reference is None:
+        raise ConfigError(
+            "loss.kl_estimator: k1_reward, and turns have no reference_logprobs; measure the signals of `LossConfig.needs`"
+        )
+    return [behavior - other for behavior, other in zip(turn.behavior_logprobs, reference, strict=True)]
 
 
 def _rewarded(group: TrajectoryGroup, columns: Mapping[str, Sequence[float]]) -> TrajectoryGroup:

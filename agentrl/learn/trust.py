@@ -86,7 +86,7 @@ def by_length(unit_T: Tensor, *, low: float, high: float, length: int) -> tuple[
 
     log s_u is a mean of n_u terms: its spread falls with the square root of their number, and the range with it.
     """
-    width_T = (length / torch.bincount(unit_T)).sqrt()[unit_T]
+    width_T = (length / torch.bincount(unit_T).double()).sqrt()[unit_T]
     return (low * width_T).clamp(max=1), high * width_T
 
 

@@ -3,7 +3,7 @@
 `T` demonstrated tokens of a pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,8 +52,7 @@ def warm_up(
         while len(order) < config.batch_size:
             order += rng.permutation(len(examples)).tolist()
         chosen, order = [examples[i] for i in order[: config.batch_size]], order[config.batch_size :]
-        rows = [rows_of(demonstration.turns) for demonstration in chosen]
-        tokens = TokenBatch.from_rows(rows, group_ids=["demonstration"] * len(rows))
+        tokens = demonstrated_tokens(chosen)
         weight = 1 / len(tokens)
         loss_value = 0.0
         for micro in planner.micro_batches(tokens):
@@ -68,3 +67,15 @@ def warm_up(
         optimizer.zero_grad()
         on_step(step + 1, loss_value)
     return loss_value
+
+
+def demonstrated_tokens(examples: Sequence[Demonstration]) -> TokenBatch:
+    """Lay out demonstrations, with the tokens of all their actions."""
+    rows = [rows_of(demonstration.turns) for demonstration in examples]
+    return TokenBatch.from_rows(rows, group_ids=["demonstration"] * len(rows))
+
+
+def draw_demonstrations(examples: Sequence[Demonstration], *, num: int, seed: int) -> list[Demonstration]:
+    """Return so many of the demonstrations, or all if there are fewer, drawn by a seed."""
+    chosen = np.random.default_rng(seed).choice(len(examples), size=min(num, len(examples)), replace=False)
+    return [examples[index] for index in chosen]

@@ -35,13 +35,13 @@ def fused_logprobs(
         z = behind(hidden weight^T + bias) / temperature
         logprob_t = z[t, target_t] - logsumexp(z[t]),    entropy_t = logsumexp(z[t]) - sum_v softmax(z[t])_v z[t, v]
 
-    Logits exist one tile of at most `chunk_elements` (by default `tile_elements`) at a time, and one more tile of scratch, two
-    with a cap. They are computed again in the backward pass, unless one tile holds them all and there is no cap. The gradient
-    of the weight is added up in one float32 buffer of its shape. Logits are float32 for half-precision inputs, added up in
-    float32; float64 stays float64. Autocast changes nothing, so that logits are not rounded to half precision. The
-    dtype of `hidden` decides the multiplication. In bfloat16 a GPU gets the weight rounded to it, tile by tile, and uses its
-    tensor cores; in the backward pass the weight and the gradients of logits are rounded to it everywhere, and on a CPU each
-    tile's product.
+    Logits exist one tile of at most `chunk_elements` (by default `tile_elements`) at a time, and one more tile of scratch,
+    another with a cap, and another if the entropy has a gradient. They are computed again in the backward pass, unless one
+    tile holds them all and there is no cap. The gradient of the weight is added up in one float32 buffer of its shape. Logits
+    are float32 for half-precision inputs, added up in float32; float64 stays float64. Autocast changes nothing, so that
+    logits are not rounded to half precision. The dtype of `hidden` decides the multiplication. In bfloat16 a GPU gets the
+    weight rounded to it, tile by tile, and uses its tensor cores; in the backward pass the weight and the gradients of logits
+    are rounded to it everywhere, and on a CPU each tile's product.
 
     Shapes: hidden `(T, D)`, weight `(V, D)`, targets int64 `(T,)`, bias `(V,)`. Both results are `(T,)`, float32
     (float64 for float64 inputs). Both are differentiable in hidden, weight and bias, once. T = 0 gives empty results and zero
@@ -152,7 +152,7 @@ class _FusedLogprobs(torch.autograd.Function):
                 factor_RC: Tensor = -grad_R
                 if grad_entropy_T is not None:
                     bonus_R = (grad_entropy_T[rows] / ctx.divisor)[:, None]
-                    factor_RC = -grad_R - bonus_R * (log_softmax_RC + entropy_T[rows, None])
+                    factor_RC = (log_softmax_RC + entropy_T[rows, None]).mul_(-bonus_R).sub_(grad_R)
                 grad_RC = log_softmax_RC.exp_().mul_(factor_RC)
                 index_R, inside_R = _local_targets(targets_T[rows], columns)
                 grad_RC.scatter_add_(1, index_R[:, None], torch.where(inside_R[:, None], grad_R, 0))

@@ -230,6 +230,30 @@ def plan(recipe: Recipe) -> dict[str, str]:
     }
 
 
+_LARGEST_RATE = 5e-5
+"""Learning rate above which whole weights of a pretrained model are lost within steps; usual are 1e-6 to 2e-5."""
+_LARGEST_BOUND = 20.0
+"""Nats of a whole episode above which a bound on each token bounds little: there the policy would hardly sample it again."""
+
+
+def warnings(recipe: Recipe) -> list[str]:
+    """List settings that are allowed but likely mistakes, before anything starts."""
+    found = recipe.loss.warnings(staleness_bound=recipe.rollout.staleness_bound)
+    rate, bound = recipe.train.learning_rate, recipe.train.target_kl
+    if recipe.model.name_or_path is not None and recipe.model.lora is None and rate > _LARGEST_RATE:
+        found.append(
+            f"train.learning_rate: {rate:g} suits models made here and adapters (model.lora); the whole weights of a "
+            "pretrained model want 1e-6 to 2e-5"
+        )
+    tokens = recipe.rollout.max_episode_tokens
+    if bound is not None and bound * tokens > _LARGEST_BOUND:
+        found.append(
+            f"train.target_kl: {bound:g} nats a token are up to {bound * tokens:.3g} on an episode of "
+            f"rollout.max_episode_tokens: {tokens}, which bounds little; lower it, or remove it"
+        )
+    return found
+
+
 def _other_credit(recipe: Recipe) -> str:
     """Return a note if the credit is not that of the algorithm's paper."""
     own = algorithm(recipe.loss.algorithm).credit

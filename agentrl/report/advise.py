@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import hypot, log2
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 from rich.console import RenderableType
 from rich.style import Style
@@ -98,15 +99,23 @@ def _number(advantages: Sequence[float], keep: Sequence[bool], scale: float) -> 
 
 
 MAP = Path(__file__).with_name("credit_map.json")
-COMPARED: Mapping[str, Mapping[str, float]] = {
-    "uniform": {},
-    "turn_return": {},
-    "gigpo": {},
-    "group_gae": {"lam": 0.5},
-    "ecpo": {"lam": 0.5},
+COMPARED: Mapping[str, Mapping[str, Any]] = {
+    "uniform": {"scheme": "uniform"},
+    "turn_return": {"scheme": "turn_return", "gamma": 1.0},
+    "turn_return, by turn": {
+        "scheme": "turn_return",
+        "baseline": "turn",
+        "leave_one_out": False,
+        "gamma": 0.8,
+        "normalize": "std",
+    },
+    "gigpo": {"scheme": "gigpo", "gamma": 1.0},
+    "group_gae": {"scheme": "group_gae", "gamma": 1.0, "lam": 0.5},
+    "action_values, gamma 1": {"scheme": "action_values", "gamma": 1.0, "lam": 0.5},
+    "action_values": {"scheme": "action_values", "gamma": 0.8, "lam": 0.5},
 }
-"""Schemes that were compared, and what they had beside their defaults."""
-BY_KEYS = ("gigpo", "group_gae", "ecpo")
+"""Schemes that were compared, as under `credit:` in a recipe. `turn_return, by turn` is that of the recipes that come along."""
+BY_KEYS = ("gigpo", "group_gae", "action_values")
 """Schemes that compare turns with the same state key."""
 BY_TURN = ("turn_return",)
 """Schemes for environments that pay within an episode; others may be unable to, and are refused."""
@@ -166,16 +175,16 @@ class Task(BaseModel):
 
 
 class Advice(NamedTuple):
-    """A scheme, and why."""
+    """A scheme with its fields, and why."""
 
-    scheme: str
+    section: Mapping[str, Any]
+    """What a recipe has under `credit:`."""
     why: str
 
     @property
-    def recipe(self) -> str:
-        """The section of a recipe that asks for the scheme as it was compared."""
-        options = "".join(f", {name}: {value:g}" for name, value in COMPARED[self.scheme].items())
-        return f"credit: {{scheme: {self.scheme}{options}}}"
+    def line(self) -> str:
+        """The line of a recipe that asks for the scheme."""
+        return in_one_line(self.section)
 
 
 def show(groups: Sequence[TrajectoryGroup]) -> RunProfile | None:
@@ -218,14 +227,35 @@ def chosen_at_keys(groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, list
         yield from (returns for key, returns in at.items() if len(owners[key]) > 1)
 
 
-def advise(shown: RunProfile, tasks: Sequence[Task]) -> Advice:
-    """Return the scheme that was best on the tasks that are most alike, on average, of those that can be used."""
+def advise(shown: RunProfile, tasks: Sequence[Task], *, shipped: Mapping[str, Any] | None = None) -> Advice:
+    """Return the scheme that was best on the tasks that are most alike, on average, of those that can be used.
+
+    Where none was ahead of `uniform`, that of the environment's own recipe.
+
+    Args:
+        shown: by a run's rollouts.
+        tasks: on which schemes were compared.
+        shipped: section `credit` of the recipe that comes along for the run's environment.
+    """
     if shown.group_size <= 1:
-        return Advice("uniform", "groups have one usable episode, which is compared with nothing: make them larger")
+        return Advice(
+            COMPARED["uniform"], "groups have one usable episode, which is compared with nothing: make them larger"
+        )
+    best = _best(shown, tasks)
+    if shipped is None or dict(best.section) == dict(shipped):
+        return best
+    if best.section["scheme"] == "uniform":
+        return Advice(shipped, f"the recipe that comes along for this environment has it; {best.why}")
+    return best._replace(why=f"{best.why} The recipe that comes along for this environment has {in_one_line(shipped)}.")
+
+
+def _best(shown: RunProfile, tasks: Sequence[Task]) -> Advice:
     nearest = min(tasks, key=lambda task: shown.distance(task.profile))
     least = shown.distance(nearest.profile)
     if least > _FAR:
-        return Advice("uniform", f"no task on which schemes were compared is like it (the nearest: {nearest.name})")
+        return Advice(
+            COMPARED["uniform"], f"no task on which schemes were compared is like it (the nearest: {nearest.name})"
+        )
     alike = [task for task in tasks if shown.distance(task.profile) <= least + _ALIKE]
     where = f"on {'the task' if len(alike) == 1 else 'average over the tasks'} most alike ({', '.join(t.name for t in alike)})"
     schemes = set.intersection(*(set(task.gains) for task in alike))
@@ -240,17 +270,23 @@ def advise(shown: RunProfile, tasks: Sequence[Task]) -> Advice:
             hypot(*(task.gains[scheme][1] for task in alike)) / len(alike),
         )
         for scheme in sorted(schemes)
-        if (scheme not in BY_KEYS or shown.has_keys) and (scheme not in BY_TURN or shown.by_turn > 0)
+        if (shown.has_keys or COMPARED[scheme]["scheme"] not in BY_KEYS)
+        and (shown.by_turn > 0 or COMPARED[scheme]["scheme"] not in BY_TURN)
     }
     best = max(gains, key=lambda name: gains[name][0], default=None)
     if best is None or gains[best][0] <= 2 * gains[best][1]:
-        return Advice("uniform", f"{where} no scheme was ahead of uniform.{lacking}")
+        return Advice(COMPARED["uniform"], f"{where} no scheme was ahead of uniform.{lacking}")
     mean, error = gains[best]
     return Advice(
-        best,
+        COMPARED[best],
         f"{where} it was ahead of uniform by {mean:.3f} ± {error:.3f} of area under the curve of success, over "
         f"{min(task.seeds for task in alike)} seeds each.{lacking}",
     )
+
+
+def in_one_line(section: Mapping[str, Any]) -> str:
+    """Return the line of a recipe that holds its section `credit`."""
+    return f"credit: {yaml.safe_dump(dict(section), default_flow_style=True, sort_keys=False, width=1000).strip()}"
 
 
 def read_map(path: Path = MAP) -> list[Task]:

@@ -19,6 +19,7 @@ from agentrl.credit import CreditScheme, load_credit_for
 from agentrl.data.files import absolute, moved_to
 from agentrl.distributed.processes import from_rank_zero, is_main, num_processes, process_index
 from agentrl.engine import Engine
+from agentrl.errors import ConfigError
 from agentrl.learn.learner import Learner
 from agentrl.learn.signals import hints, provided_by
 from agentrl.learn.signals.base import SignalContext
@@ -139,7 +140,6 @@ def _build(
     learner, signals, layout_warning = _build_trained(recipe, env, credit, loaded, renderer, accelerator)
     own = EvaluationEnv(name="", environments=pool.environments, tasks=env.tasks, has_tools=has_tools)
     warnings = [
-        *recipe.loss.warnings(staleness_bound=recipe.rollout.staleness_bound),
         *limits,
         lack,
         *(each.tasks.fewer_tasks_warning(recipe.evaluation.num_tasks) for each in others or (own,)),
@@ -186,6 +186,8 @@ def _close_with(stack: ExitStack, runner: asyncio.Runner, pool: RolloutPool) -> 
 def _load_credit(recipe: Recipe, env: EnvPart) -> tuple[CreditScheme, str | None]:
     """Return the scheme, and what the environment lacks if it is the recipe's fallback."""
     provided = env.description.needs | provided_by(recipe.signals)
+    for need in sorted(recipe.loss.needs() - provided):
+        raise ConfigError(f"loss.distill_coefficient: it needs {need}; set {hints()[need]}, or it to 0")
     return load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.env.id)
 
 
@@ -220,6 +222,7 @@ def _build_trained(
     signals = Signals(
         SignalContext(
             scheme=credit,
+            loss_needs=recipe.loss.needs(),
             config=recipe.signals,
             policy=policy,
             reference=reference,

@@ -17,7 +17,7 @@ from agentrl.credit import Credit, assign_credit
 from agentrl.distributed.processes import all_gather, from_rank_zero, is_main, naming_absent_ranks, to_rank_zero
 from agentrl.learn.interrupt import run_until
 from agentrl.learn.metrics import fraction_too_old, mask_stale, process_metrics, rollout_metrics
-from agentrl.learn.rewarding import reward_groups
+from agentrl.learn.rewarding import kl_metrics, reward_groups, subtract_kl
 from agentrl.report.folder import RunFolder
 from agentrl.run.build import Parts, warn_of_move
 from agentrl.run.checkpoint import save
@@ -137,16 +137,19 @@ def credit_and_update(
     groups = parts.signals.measure(groups)
     clock.lap("signals_s")
     oldest = version - rollout.staleness_bound
-    credits = assign_credit(parts.credit, groups) if is_main() else []
+    loss = parts.recipe.loss
+    credited = subtract_kl(groups, coefficient=loss.kl_coefficient) if loss.has_kl_reward else groups
+    credits = assign_credit(parts.credit, credited) if is_main() else []
     if rollout.stale == "mask":
         credits = mask_stale(groups, credits, oldest=oldest)
     clock.lap("credit_s")
     # The first minibatch is computed with the weights that sampled it: a difference means that the last weight sync failed.
     check = None if any(replaying for replaying, _ in everyones) else parts.weight_sync.check_agreement
     metrics = parts.learner.update(groups, credits, version=version, check_agreement=check)
-    metrics |= parts.signals.fit(groups)  # the critic, if the scheme reads values
+    metrics |= parts.signals.fit(credited)  # the critic, if the scheme reads values
     clock.lap("update_s")
     metrics |= {f"pool/{name}": float(sum(counts[name] for _, counts in everyones)) for name in parts.pool.counts}
     too_old = {"staleness/too_old": fraction_too_old(groups, oldest=oldest)}
-    metrics |= from_rank_zero(lambda: too_old | rollout_metrics(groups, credits))
+    divergence = kl_metrics(groups) if loss.has_kl_reward else {}
+    metrics |= from_rank_zero(lambda: too_old | divergence | rollout_metrics(groups, credits))
     return StepResult(groups=groups, credits=credits, metrics=metrics)

@@ -33,7 +33,7 @@ class Preparation(NamedTuple):
     """Demonstrations, metrics and warnings from before the first step of a run."""
 
     examples: list[Demonstration]
-    """Demonstrations to warm up on."""
+    """Demonstrations to warm up on, or to imitate later."""
     metrics: dict[str, float]
     warnings: dict[str, str]
     """Warnings, by the name of the metric `health/NAME`."""
@@ -76,6 +76,8 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
             finished_steps, is_changed = resume(parts, folder)
         else:
             prepared = _prepare(parts)
+        if recipe.loss.reads_demonstrations:
+            parts.learner.demonstrations = prepared.examples if prepared else _demonstrations(parts)
         if folder is None:
             assert recipe.run_dir is not None, "the command line names the folder"
             folder = RunFolder(recipe.run_dir)
@@ -113,6 +115,9 @@ def _check_pairs(recipe: Recipe, credit: CreditScheme) -> None:
         raise ConfigError(
             f"rollout.dynamic_sampling: leaves out groups whose episodes earned alike, from which {name!r} learns; set it to 0"
         )
+    if recipe.loss.has_kl_reward and (not reads_rewards or Need.BRANCHES in reads):
+        why = "compares with what forks earned, which lose none of it" if reads_rewards else "reads no rewards"
+        raise ConfigError(f"loss.kl_estimator: k1_reward is part of the rewards, and {name!r} {why}; set it to k2")
     if rollout.group_rewards and not reads_rewards:
         raise ConfigError(
             f"rollout.group_rewards: {name!r} reads no rewards; remove them, or choose another credit.scheme"
@@ -167,23 +172,27 @@ def _prepare(parts: Parts) -> Preparation:
         runner.run(trial)
     announce("proving that engine and trainer agree")
     parts.weight_sync.verify_and_push(0)
-    examples: list[Demonstration] = []
-    if recipe.warmup.steps:
-        announce(f"playing {recipe.warmup.num_demonstrations} demonstrations")
-        examples = demonstrate(
-            parts.env,
-            renderer,
-            config=recipe.warmup,
-            rollout=recipe.rollout,
-            count=recipe.warmup.num_demonstrations,
-            runner=runner,
-        )
+    examples = _demonstrations(parts) if recipe.warmup.steps or recipe.loss.reads_demonstrations else []
     prepared = _check_oracle(parts, examples)
     if not recipe.evaluation.env:
         _look_for_shared_tasks(parts, prepared)
     if (words := reuse_environments(parts)) is not None:
         prepared.warnings["slow_construction"] = words
     return prepared
+
+
+def _demonstrations(parts: Parts) -> list[Demonstration]:
+    """Return the demonstrations of the warm-up, which `loss.nll` imitates too: of each run the same."""
+    recipe = parts.recipe
+    announce(f"playing {recipe.warmup.num_demonstrations} demonstrations")
+    return demonstrate(
+        parts.env,
+        parts.pool.context.renderer,
+        config=recipe.warmup,
+        rollout=recipe.rollout,
+        count=recipe.warmup.num_demonstrations,
+        runner=parts.runner,
+    )
 
 
 def _look_for_shared_tasks(parts: Parts, prepared: Preparation) -> None:
@@ -241,7 +250,7 @@ def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:
 def _begin(parts: Parts, record: RunRecord, prepared: Preparation, on_progress: OnProgress) -> None:
     """Warm up; the result is the policy to train, and the KL target."""
     recipe, state = parts.recipe, parts.learner.state
-    if prepared.examples:
+    if recipe.warmup.steps:
         warm_up(
             parts.policy,
             prepared.examples,

@@ -1,67 +1,56 @@
-"""ECPO: the value that an action led to, less that of its state, trusted as far as the evidence goes."""
+"""The return among the group's, and how an action compares with its state's others, as far as the visits tell: ECPO."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from agentrl import Need
-from agentrl_credit.stages import Array, cell_means, is_flat, shrink
+from agentrl_credit.stages import Array, cell_means, group_normalize, is_flat, shrink, standard_deviation
 from agentrl_credit.turns import Comparison, Turns
 
 
 class ECPO(Comparison):
-    """A_k = Q(s_k, a_k) - V(s_k), optionally gated: means over the group's turns with the same state, or state and action.
+    """A_k = (R - mean R) / (sd of R + eps) + step_weight * rho(s_k) * (Q(s_k, a_k) - m(s_k)) / (sd of G at s_k + eps).
 
-        V(s)    = (n_s * mean of G at s + shrinkage * pool) / (n_s + shrinkage)
-        Q(s, a) = (n_sa * mean of G at s after a + shrinkage * V(s)) / (n_sa + shrinkage)
-        gate(s) = between / (between + within): the share of the variance of G at s that actions account for
+        Q(s, a) = (n_sa * mean of G at s after a + kappa * m(s)) / (n_sa + kappa),    m(s) = mean of G at s
+        rho(s)  = tanh(n_s / tau) * between / (between + within + eps)
 
-    Source: arXiv 2606.05885. The pool is the mean of G over the group's turns, G_k = r_k + gamma * G_{k+1}. Turns that did
-    the same in the same state share one advantage, so that chance after a rare action is shrunk, not rewarded.
+    Source: arXiv 2606.05885. R is compared over the group's trajectories, G_k = r_k + gamma * G_{k+1} over the group's turns
+    in the same state; `between` and `within` are the variance of G there between and within actions, each visit counted
+    once. A state in which one action was seen, or whose visits all ended alike, has step term 0.
 
-    lam below 1 is ours: G is then the lambda-return from state to state, V + GAE(gamma, lam) with the plain means of the
-    states as values, so that chance in later turns is averaged out before actions are compared.
-
-    The gate gives 0 to a state in which one action was seen, or whose visits all ended alike. With a handful of visits
-    it is as noisy as what it weighs: in the exact-advantage bench it halves the signal-to-noise ratio, so it is off.
-
-    Every trajectory moves the means it is compared with. Action keys that differ in spelling alone leave each action
-    with one visit, and nothing is averaged.
+    The paper's full text could not be had. Q, rho, their sum with R's term, and kappa 2 are as in summaries of it; which
+    standard deviation divides Q - m, the default of `tau` and `ddof` are unverified, `gamma` is GiGPO's.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({Need.STATE_KEYS, Need.ACTION_KEYS})
     paper: ClassVar = "ECPO 2606.05885"
 
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount; it ticks once per turn."""
-    lam: float = Field(default=1.0, ge=0, le=1)
-    """1: what followed, as in the paper. 0: one step, then the mean of the next state. Below 1, a truncated trajectory
-    continues from the mean of the state it was left in."""
-    shrinkage: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Number of visits that the prior (the pool of a state, the state of an action) weighs as much as."""
-    gate: bool = False
-    """Scale each state by the share of its variance that its actions account for."""
+    gamma: float = Field(default=0.95, ge=0, le=1)
+    """Discount of the step term; it ticks once per turn."""
+    step_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Weight of the step term, the omega of the paper."""
+    kappa: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    """Number of visits that the state's mean weighs as much as in the mean of an action."""
+    tau: float = Field(default=4.0, gt=0, allow_inf_nan=False)
+    """Number of visits at which a state has tanh(1) = .76 of its weight."""
+    ddof: Literal[0, 1] = 1
+    """The standard deviation divides by the number of values less this."""
+    eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    """Added to standard deviations, in units of reward, and to the variances of the gate."""
 
     def advantages(self, turns: Turns) -> Array:
         """Return the advantage of each turn: (N,)."""
-        returns_N, states = self._returns(turns), turns.keys("state_key")
+        episode_M = group_normalize(turns.returns_M, turns.group_M, ddof=self.ddof, eps=self.eps)
+        returns_N, states = turns.returns_to_go(gamma=self.gamma), turns.keys("state_key")
         states_N, actions_N = turns.cells(states), turns.cells(states, turns.keys("action_key"))
-        pool = cell_means(returns_N, turns.group_N)
         at_state, after_action = cell_means(returns_N, states_N), cell_means(returns_N, actions_N)
-        values_N = shrink(at_state, pool.mean_N, kappa=self.shrinkage)
-        advantages_N = shrink(after_action, values_N, kappa=self.shrinkage) - values_N
-        if self.gate:
-            between_N = cell_means((after_action.mean_N - at_state.mean_N) ** 2, states_N).mean_N
-            within_N = cell_means((returns_N - after_action.mean_N) ** 2, states_N).mean_N
-            total_N = between_N + within_N
-            advantages_N *= np.divide(
-                between_N, total_N, out=np.zeros_like(total_N), where=~is_flat(returns_N, states_N)
-            )
-        return advantages_N
-
-    def _returns(self, turns: Turns) -> Array:
-        if self.lam == 1:
-            return turns.returns_to_go(gamma=self.gamma)
-        values_N, final_M = turns.state_values(gamma=self.gamma, leave_one_out=False, shrinkage=0.0)
-        return values_N + turns.gae(values_N, gamma=self.gamma, lam=self.lam, final_values_M=final_M)
+        values_N = shrink(after_action, at_state.mean_N, kappa=self.kappa)
+        spread_N = standard_deviation(returns_N, states_N, ddof=self.ddof)
+        steps_N = (values_N - at_state.mean_N) / (spread_N + self.eps)
+        between_N = cell_means((after_action.mean_N - at_state.mean_N) ** 2, states_N).mean_N
+        within_N = cell_means((returns_N - after_action.mean_N) ** 2, states_N).mean_N
+        gate_N = np.tanh(at_state.count_N / self.tau) * between_N / (between_N + within_N + self.eps)
+        gate_N[is_flat(returns_N, states_N)] = 0.0
+        return episode_M[turns.owner_N] + self.step_weight * gate_N * steps_N

@@ -48,7 +48,7 @@ def test_bootstrapped_and_forked_credit_doubles_the_signal_to_noise_ratio_of_lea
     assert 0.5 < uniform["SNR"] < 0.75
     for recipe in (
         {"scheme": "group_gae", "lam": 0.0},
-        {"scheme": "ecpo", "lam": 0.0},
+        {"scheme": "action_values", "gamma": 1.0, "lam": 0.0},
         {"scheme": "redistribute", "then": {"scheme": "group_gae", "lam": 0.0}},
         {"scheme": "tree"},
     ):

@@ -1,14 +1,13 @@
-from fractions import Fraction
-from itertools import pairwise
+import math
+from itertools import chain
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agentrl import Need, TrajectoryGroup, assign_credit
+from agentrl import ConfigError, Need, TrajectoryGroup, assign_credit, load_credit
 from agentrl.errors import CreditError
 from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
@@ -19,137 +18,108 @@ from tests.support.credit import (
     batches,
     by_turn,
     discounts,
-    truncated_batches,
-    unflatten,
+    norms,
+    rewards_of,
+    spread,
+    to_go,
     without,
 )
 from tests.support.each import each
 from tests.support.tiers import first_quick
 
-# In S, x is followed by 1 and 0, y twice by 0.
-FOUR = make_group(
-    [[1], [0], [0], [0]], state_keys=[["S"], ["S"], ["S"], ["S"]], action_keys=[["x"], ["x"], ["y"], ["y"]]
-)
+# In S, x is followed by 3, 3 and 0, y by 0.
+FOUR = make_group([[3], [3], [0], [0]], state_keys=[["S"]] * 4, action_keys=[["x"], ["x"], ["x"], ["y"]])
+EXACT = {"gamma": 1, "eps": 1e-12}
 
 
 @each(
     ("fields", "expected"),
     [
-        # V .25, pool .25. Q(x) = (2 * .5 + .25) / 3 = .416667, Q(y) = (0 + .25) / 3 = .083333.
-        ({}, [0.166667, 0.166667, -0.166667, -0.166667]),
-        # Between .25^2 = .0625; within (.25 + .25 + 0 + 0) / 4 = .125: a third.
-        ({"gate": True}, [0.055556, 0.055556, -0.055556, -0.055556]),
-        ({"gate": True, "shrinkage": 0}, [0.083333, 0.083333, -0.083333, -0.083333]),
-        # Q(x) = (2 * .5 + 2 * .25) / 4
-        ({"shrinkage": 2}, [0.125, 0.125, -0.125, -0.125]),
+        # The episode term: 3, 3, 0, 0 less 1.5, over sd1 1.732051: .866025.
+        ({"step_weight": 0}, [0.866025, 0.866025, -0.866025, -0.866025]),
+        # m 1.5, sd1 1.732051. Q(x) = (3 * 2 + 2 * 1.5) / 5 = 1.8, Q(y) = (0 + 2 * 1.5) / 3 = 1: .173205 and -.288675.
+        # Between (3 * .5^2 + 1.5^2) / 4 = .75, within (1 + 1 + 4) / 4 = 1.5: a third, times tanh(4 / 4) = .761594: .253865.
+        ({}, [0.909996, 0.909996, -0.822055, -0.93931]),
+        # Many visits: the third alone.
+        ({"tau": 1e-3}, [0.92376, 0.92376, -0.80829, -0.96225]),
+        ({"tau": 1e-3, "step_weight": 3}, [1.03923, 1.03923, -0.69282, -1.154701]),
+        # sd0 1.5
+        ({"ddof": 0}, [1.050773, 1.050773, -0.949227, -1.084622]),
     ],
 )
 def test_reference_numbers(fields: dict[str, Any], expected: list[float]) -> None:
-    [found] = by_turn(ECPO(**fields), FOUR)
+    [found] = by_turn(ECPO(**EXACT | fields), FOUR)
     assert_close(found, [[a] for a in expected])
 
 
-def test_values_of_states_are_shrunk_to_the_pool_and_of_actions_to_their_state() -> None:
-    # G: S 3, 1; T 2, 0. The pool is 1.5. V(S) = (4 + 1.5) / 3 = 11/6, V(T) = (2 + 1.5) / 3 = 7/6.
-    # Q: S, x (3 + 11/6) / 2 = 29/12; S, y (1 + 11/6) / 2 = 17/12; T, x (2 + 7/6) / 2 = 19/12; T, y 7/12.
-    group = make_group([[1, 2], [1, 0]], state_keys=[["S", "T"], ["S", "T"]], action_keys=[["x", "x"], ["y", "y"]])
-    # each action was taken once: nothing varies within it, and the gate is 1
-    for gate in (True, False):
-        [found] = by_turn(ECPO(gate=gate), group)
-        assert_close(found, [[7 / 12, 5 / 12], [-5 / 12, -7 / 12]])
+def test_chance_after_a_rare_action_is_shrunk() -> None:
+    # y once and x three times: Q keeps 1 / 3 of what followed y, 3 / 5 of what followed x, whose returns are .75 off.
+    group = make_group([[0], [0], [0], [3]], state_keys=[["S"]] * 4, action_keys=[["x"], ["x"], ["x"], ["y"]])
 
+    def steps(kappa: float) -> list[float]:
+        scheme = EXACT | {"kappa": kappa, "tau": 1e-3}
+        whole, episode = (by_turn(ECPO(**scheme, step_weight=weight), group)[0] for weight in (1, 0))
+        return [a[0] - b[0] for a, b in zip(whole, episode, strict=True)]
 
-def test_with_lambda_0_later_chance_is_averaged_out_before_actions_are_compared() -> None:
-    # x leads from S to T, where 4, 4 and 0 follow by chance, and y to U, with 0, 4 and 0.
-    group = make_group(
-        [[0, 4], [0, 4], [0, 0], [0, 0], [0, 4], [0, 0]],
-        state_keys=[["S", "T"]] * 3 + [["S", "U"]] * 3,
-        action_keys=[["x", "z"]] * 3 + [["y", "z"]] * 3,
-    )
-
-    def at_s(**fields: Any) -> list[float]:
-        return [row[0] for row in by_turn(ECPO(shrinkage=0, **fields), group)[0]]
-
-    # V(S) = 2, V(T) = 8/3, V(U) = 4/3: the mean of what followed x is 2/3 more, either way.
-    expected = np.repeat([2 / 3, -2 / 3], 3)
-    np.testing.assert_allclose(at_s(lam=1), expected, rtol=1e-6)
-    np.testing.assert_allclose(at_s(lam=0), expected, rtol=1e-6)
-    # Between 4/9. What followed varies by (2 * (4/3)^2 + (8/3)^2) / 3 = 32/9 within either action; the step to T or U does not.
-    np.testing.assert_allclose(at_s(lam=1, gate=True), expected / 9, rtol=1e-6)
-    np.testing.assert_allclose(at_s(lam=0, gate=True), expected, rtol=1e-6)
+    # sd1 1.5; nothing varies within an action
+    assert steps(0) == pytest.approx([-0.5, -0.5, -0.5, 1.5], rel=1e-5)
+    assert steps(2) == pytest.approx([-0.3, -0.3, -0.3, 0.5], rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    "fields",
-    first_quick(
-        [
-            {},
-            {"gate": True},
-            {"lam": 0},
-            {"lam": 0.5, "gate": True},
-            {"shrinkage": 0},
-            {"lone": "keep"},
-            {"lone": "drop"},
-        ]
-    ),
+    "fields", first_quick([{}, {"gamma": 0.5}, {"kappa": 0}, {"ddof": 0}, {"lone": "keep"}, {"lone": "drop"}])
 )
 def test_it_passes_the_conformance_check(fields: dict[str, Any]) -> None:
-    check_credit(ECPO(**fields, gamma=0.5), outcome_level=False, scale_equivariant=True)
+    check_credit(ECPO(**fields), outcome_level=False)
 
 
 def slow_reference(scheme: ECPO, group: TrajectoryGroup) -> Rows:
-    """Compute the same in exact fractions: a state whose visits all ended alike is told without a tolerance."""
+    """Compute the same with plain loops over the visits to each state."""
     if len(group.trajectories) == 1:
         return [[0.0] * len(group.trajectories[0].turns)]
-    gamma, lam, kappa = Fraction(scheme.gamma), Fraction(scheme.lam), Fraction(scheme.shrinkage)
-    rewards = [[Fraction(turn.reward) for turn in t.turns] for t in group.trajectories]
-    states = [[turn.state_key for turn in t.turns] for t in group.trajectories]
-    actions = [turn.action_key for t in group.trajectories for turn in t.turns]
-
-    def to_go(row: list[Fraction], factor: Fraction) -> list[Fraction]:
-        return [sum((factor**n * x for n, x in enumerate(row[k:])), Fraction()) for k in range(len(row))]
-
-    def average(among: list[Fraction]) -> Fraction:
-        return sum(among, Fraction()) / len(among)
-
-    plain = [(state, g) for i, row in enumerate(rewards) for state, g in zip(states[i], to_go(row, gamma), strict=True)]
-
-    def plain_value(state: str | None) -> Fraction:
-        here = [g for other, g in plain if other == state]
-        return average(here or [g for _, g in plain])
-
-    returns = []
-    for trajectory, row, places in zip(group.trajectories, rewards, states, strict=True):
-        left_in = trajectory.turns[-1].next_state_key
-        last = plain_value(places[-1] if left_in is None else left_in) if trajectory.truncated else Fraction()
-        values = [*map(plain_value, places), last]
-        deltas = [r + gamma * after - before for r, (before, after) in zip(row, pairwise(values), strict=True)]
-        residuals = to_go(deltas, gamma * lam)
-        # with lam 1 these are the returns themselves: also of a truncated trajectory, which then goes on from nothing
-        returns += to_go(row, gamma) if lam == 1 else [v + a for v, a in zip(values[:-1], residuals, strict=True)]
-    visits = list(zip([state for row in states for state in row], actions, returns, strict=True))
-    pool, found = average(returns), []
-    for state, action, _ in visits:
-        at_state = [(other, g) for s, other, g in visits if s == state]
-        here = [g for _, g in at_state]
-        after = {a: [g for other, g in at_state if other == a] for a, _ in at_state}
-        value = (sum(here) + kappa * pool) / (len(here) + kappa)
-        advantage = (sum(after[action]) + kappa * value) / (len(after[action]) + kappa) - value
-        if scheme.gate:
-            between = average([(average(after[a]) - average(here)) ** 2 for a, _ in at_state])
-            within = average([(g - average(after[a])) ** 2 for a, g in at_state])
-            advantage *= between / (between + within) if between else 0
-        found.append(float(advantage))
-    return unflatten(group, found)
+    totals = [sum(rewards_of(t)) for t in group.trajectories]
+    episode = norms([0] * len(totals), totals, scheme)
+    returns = list(chain.from_iterable(to_go(rewards_of(t), scheme.gamma) for t in group.trajectories))
+    turns = [turn for t in group.trajectories for turn in t.turns]
+    visits: dict[Any, list[int]] = {}
+    for n, turn in enumerate(turns):
+        visits.setdefault(turn.state_key, []).append(n)
+    steps = [0.0] * len(turns)
+    for here in visits.values():
+        at_state = [returns[n] for n in here]
+        if max(at_state) - min(at_state) <= 1e-12 * max(map(abs, at_state)):
+            continue
+        mu = math.fsum(at_state) / len(here)
+        after = {
+            turns[n].action_key: [returns[m] for m in here if turns[m].action_key == turns[n].action_key] for n in here
+        }
+        mean = {action: math.fsum(found) / len(found) for action, found in after.items()}
+        calibrated = [
+            (math.fsum(after[turns[n].action_key]) + scheme.kappa * mu)
+            / (len(after[turns[n].action_key]) + scheme.kappa)
+            for n in here
+        ]
+        between = math.fsum((mean[turns[n].action_key] - mu) ** 2 for n in here) / len(here)
+        within = math.fsum((returns[n] - mean[turns[n].action_key]) ** 2 for n in here) / len(here)
+        gate = math.tanh(len(here) / scheme.tau) * between / (between + within + scheme.eps)
+        for n, value in zip(here, calibrated, strict=True):
+            steps[n] = gate * (value - mu) / (spread(at_state, scheme.ddof) + scheme.eps)
+    rest = iter(steps)
+    return [
+        [outcome + scheme.step_weight * next(rest) for _ in t.turns]
+        for outcome, t in zip(episode, group.trajectories, strict=True)
+    ]
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    groups=truncated_batches(),
+    groups=batches(),
     gamma=discounts,
-    lam=st.sampled_from([0.0, 0.25, 1.0]),
-    shrinkage=st.sampled_from([0.0, 0.5, 1.0, 4.0]),
-    gate=st.booleans(),
+    step_weight=st.sampled_from([0.0, 0.5, 1.0]),
+    kappa=st.sampled_from([0.0, 0.5, 2.0]),
+    tau=st.sampled_from([0.5, 4.0]),
+    ddof=st.sampled_from([0, 1]),
+    eps=st.sampled_from([1e-3, 0.5]),
 )
 def test_agrees_with_a_slow_reference(groups: list[TrajectoryGroup], **fields: Any) -> None:
     scheme = ECPO(**fields, lone="keep")
@@ -157,61 +127,16 @@ def test_agrees_with_a_slow_reference(groups: list[TrajectoryGroup], **fields: A
         assert_close(found, slow_reference(scheme, group))
 
 
-@settings(max_examples=20, deadline=None)
-@given(groups=batches(), shrinkage=st.sampled_from([0.0, 1.0]), gate=st.booleans())
-def test_the_same_action_in_the_same_state_has_one_advantage(groups: list[TrajectoryGroup], **fields: Any) -> None:
-    for group, rows in zip(groups, by_turn(ECPO(**fields, lone="keep"), *groups), strict=True):
-        shared: dict[Any, set[float]] = {}
-        for trajectory, row in zip(group.trajectories, rows, strict=True):
-            for turn, advantage in zip(trajectory.turns, row, strict=True):
-                shared.setdefault((turn.state_key, turn.action_key), set()).add(advantage)
-        assert all(len(advantages) == 1 for advantages in shared.values())
-
-
-def test_a_state_with_one_action_gets_nothing_by_the_gate_whatever_followed() -> None:
-    # S was left by x alone; T, where the actions differ, keeps its credit.
+def test_a_state_with_one_action_or_one_end_has_the_episode_term_alone() -> None:
+    # S was left by x alone; the visits to T all ended alike, but for rounding.
     group = make_group(
-        [[3, 1], [0, 0], [7, 2]], state_keys=[["S", "T"]] * 3, action_keys=[["x", "x"], ["x", "y"], ["x", "x"]]
+        [[3, 0.1 + 0.2], [0, 0.3], [7, 0.3]],
+        state_keys=[["S", "T"]] * 3,
+        action_keys=[["x", "x"], ["x", "y"], ["x", "x"]],
     )
-    [found], [ungated] = by_turn(ECPO(gate=True), group), by_turn(ECPO(), group)
-    assert [row[0] for row in found] == [0, 0, 0]
-    assert all(row[1] != 0 for row in found)
-    # Without the gate, shrinkage alone credits the action for its state being unlike the pool: G of S is 4, 0, 9, of T 1, 0,
-    # 2. The pool is 16/6, V(S) = (13 + 16/6) / 4, Q(S, x) = (13 + V(S)) / 4.
-    value = (13 + 16 / 6) / 4
-    assert_close([[row[0]] for row in ungated], [[(13 + value) / 4 - value]] * 3)
-
-
-def test_a_state_whose_visits_all_ended_alike_gets_nothing_by_the_gate() -> None:
-    # .1 + .2 and .3 differ by rounding alone: no evidence of a difference between x and y
-    group = make_group([[0.1 + 0.2], [0.3], [5]], state_keys=[["S"], ["S"], ["T"]], action_keys=[["x"], ["y"], ["x"]])
-    assert by_turn(ECPO(gate=True), group) == [[[0], [0], [0]]]
-
-
-def test_chance_after_a_rare_action_is_shrunk() -> None:
-    # y once and x three times, both .75 away from V = .75; without shrinkage y would stand out threefold
-    keys = [["S"]] * 4
-    group = make_group([[0], [0], [0], [3]], state_keys=keys, action_keys=[["x"], ["x"], ["x"], ["y"]])
-    [plain], [shrunk] = by_turn(ECPO(shrinkage=0), group), by_turn(ECPO(shrinkage=1), group)
-    assert_close(plain, [[-0.75], [-0.75], [-0.75], [2.25]])
-    # Q(x) = (0 + .75) / 4, Q(y) = (3 + .75) / 2: x keeps 3/4 of its difference, y 1/2
-    assert_close(shrunk, [[-0.5625], [-0.5625], [-0.5625], [1.125]])
-
-
-def test_actions_spelled_differently_are_not_averaged() -> None:
-    group = make_group([[1], [0], [0], [0]], state_keys=[["S"]] * 4, action_keys=[["w"], ["x"], ["y"], ["z"]])
-    [found] = by_turn(ECPO(shrinkage=0), group)
-    assert found == [[0.75], [-0.25], [-0.25], [-0.25]]
-
-
-def test_states_and_actions_are_compared_within_their_group_alone() -> None:
-    other = make_group([[5], [9]], state_keys=[["S"], ["S"]], action_keys=[["x"], ["y"]], group_id="other")
-    assert by_turn(ECPO(), FOUR, other) == by_turn(ECPO(), FOUR) + by_turn(ECPO(), other)
-
-
-def test_twice_the_rewards_are_twice_the_advantages() -> None:
-    twice = make_group([[2], [0], [0], [0]], state_keys=[["S"]] * 4, action_keys=[["x"], ["x"], ["y"], ["y"]])
-    np.testing.assert_allclose(by_turn(ECPO(), twice), 2 * np.array(by_turn(ECPO(), FOUR)), rtol=1e-6)
+    [found], [episode] = by_turn(ECPO(), group), by_turn(ECPO(step_weight=0), group)
+    assert found == episode
+    assert all(row[0] == row[1] != 0 for row in found)
 
 
 @pytest.mark.parametrize(("field", "words"), [("state_key", "state key"), ("action_key", "action key")])
@@ -221,7 +146,15 @@ def test_a_missing_key_is_named_by_trajectory_and_turn(field: str, words: str) -
     assert ECPO().requirements() == {Need.STATE_KEYS, Need.ACTION_KEYS}
 
 
-@each("fields", [{"gamma": 2}, {"shrinkage": -1}, {"shrinkage": float("inf")}, {"normalize": "std"}])
+@each("fields", [{"gamma": 2}, {"kappa": -1}, {"tau": 0}, {"step_weight": float("inf")}, {"eps": 0}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ECPO.model_validate(fields)
+
+
+@each("field", ["lam", "shrinkage", "gate"])
+def test_a_recipe_for_the_scheme_that_once_had_the_name_is_told_todays(field: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^credit\.{field}: 'ecpo' has no such option: .* scheme: action_values, gamma: "
+    ):
+        load_credit({"scheme": "ecpo", field: 0.5})

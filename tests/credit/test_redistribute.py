@@ -149,7 +149,7 @@ def test_it_is_fitted_over_the_batch() -> None:
 def test_the_credit_is_that_of_the_next_scheme_on_the_redistributed_rewards() -> None:
     [rewards] = by_turn(Redistribute(then=SHOWN), TWO)
     moved = make_group(rewards, state_keys=[["S", "T"]] * 2)
-    for spec in ({"scheme": "turn_return", "gamma": 0.5}, {"scheme": "gigpo"}, {"scheme": "mt_grpo"}):
+    for spec in ({"scheme": "turn_return", "gamma": 0.5}, {"scheme": "gigpo"}):
         assert_close(by_turn(Redistribute(then=spec), TWO)[0], by_turn(load_credit(spec), moved)[0])
     assert by_turn(Redistribute(), TWO) == by_turn(Redistribute(then={"scheme": "turn_return"}), TWO)
 
@@ -163,8 +163,8 @@ def test_which_turn_was_rewarded_plays_no_part() -> None:
 def test_requirements_are_those_of_the_fit_and_of_the_next_scheme_but_for_turn_rewards() -> None:
     keys = {Need.STATE_KEYS, Need.ACTION_KEYS}
     assert Redistribute().requirements() == keys
-    assert Redistribute(then={"scheme": "mt_grpo"}).requirements() == keys
-    judged = {"scheme": "judge", "then": {"scheme": "mt_grpo"}}
+    assert Redistribute(then={"scheme": "turn_return"}).requirements() == keys
+    judged = {"scheme": "judge", "then": {"scheme": "turn_return"}}
     assert Redistribute(then=judged).requirements() == keys | {Need.TURN_SCORES}
 
 

@@ -53,7 +53,6 @@ def test_a_scheme_of_trajectories_within_another_is_one_of_trajectories() -> Non
     assert len(firsts) > 1
     assert all(sorted(row) == sorted(credit.advantages_T[0] for credit in before) for row in firsts)
     assert load_credit({"scheme": "judge", "then": {"scheme": "turn_return"}}).finest() == "turn"
-    assert load_credit({"scheme": "entropy_modulated", "of": {"scheme": "uniform"}}).finest() == "turn"
 
 
 def test_trajectories_trade_advantages_within_their_group() -> None:

@@ -61,7 +61,7 @@ class Watched(Learner):
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)], ids=["whole", "adapters"])
 def test_each_token_is_compared_with_the_weights_that_sampled_it(lora: LoraSettings | None) -> None:
-    loss = LossConfig(unit="turn", anchor="sampled", kept_versions=2, clip_low=0.5, clip_high=0.5)
+    loss = LossConfig(unit="turn", trust="token", anchor="sampled", kept_versions=2, clip_low=0.5, clip_high=0.5)
     learner = make_learner(
         loss=loss, is_double=True, lora=lora, learner_class=Watched, num_minibatches=2, max_tokens_per_micro_batch=60
     )

@@ -79,16 +79,40 @@ def test_a_reward_that_falls_and_stays_down_is_told_once_and_what_follows_is_not
     assert step in (11, 12)  # it fell at step 9
 
 
+def test_updates_that_a_bound_always_shortens_are_told_with_the_rate() -> None:
+    rows = [row() | {"shortened_updates": n, "updates": 4.0, "learning_rate": 9e-3} for n in (4, 1, 3, 4, 4, 3)]
+    assert told(rows) == [(6, "shortened")]
+    assert signs(rows)["shortened"].startswith("train.target_kl shortened 14 of 16 updates in 4 steps")
+    assert "now 0.009" in signs(rows)["shortened"]
+    assert "shortened" not in signs([row() | {"shortened_updates": 0.0, "updates": 0.0}] * 5)
+
+
+def test_a_step_that_moves_the_policy_far_is_told_and_what_follows_is_not() -> None:
+    still = [row(0.0) for _ in range(12)]
+    assert told([row(0.0) | {"kl/step": 0.2}, *still[1:]]) == [(8, "zero_spread")]
+    assert told([row(0.0) | {"kl/step": 1.2, "learning_rate": 9e-3}, *still]) == [(1, "moved")]
+
+
+def test_success_that_was_there_and_is_gone_is_told() -> None:
+    few = [row() | {"episode/success": share} for share in (0.04, 0.06)]
+    none = [row() | {"episode/success": 0.0} for _ in range(8)]
+    assert told([*few, *none]) == [(10, "gone")]
+    assert signs([*few, *none])["gone"].startswith("success is gone: 5% of the episodes succeeded before")
+    assert told([*few, *none[:7], few[0], *none[:7]]) == []
+    assert told([row() | {"episode/success": 0.02}, *none]) == []
+
+
 def test_what_fell_is_told_by_its_best_four_steps_in_a_row() -> None:
     rows = [row(success) for success in (0.0, 0.8, 0.8, 0.8, 0.0, 0.0, 0.0, 0.0)]
     assert signs(rows)["collapse"] == "the policy has collapsed: its mean reward fell from 0.6 to 0 for 4 steps"
 
 
 def test_where_a_policy_collapsed_what_follows_is_not_told() -> None:
-    follows: dict[Sign, str] = {"zero_spread": "a", "cut_off": "b", "runaway": "c"}
+    follows: dict[Sign, str] = {"zero_spread": "a", "cut_off": "b", "runaway": "c", "gone": "e"}
     assert newly_detected({"collapse": "d", **follows}, [row()]) == {"collapse": "d"}
     assert newly_detected(follows, [row(health__collapse=1.0), row()]) == {}
-    assert newly_detected(follows, [row(health__zero_spread=1.0), row()]) == {"cut_off": "b", "runaway": "c"}
+    assert newly_detected(follows, [row(health__zero_spread=1.0), row()]) == {"runaway": "c", "gone": "e"}
+    assert newly_detected({"zero_spread": "a", "cut_off": "b"}, [row(health__zero_spread=1.0)]) == {"cut_off": "b"}
 
 
 def noisy(success: Sequence[float]) -> list[dict[str, float]]:

@@ -121,24 +121,26 @@ def failing(groups: Sequence[TrajectoryGroup], failed: set[int]) -> list[Traject
     failed=st.sets(st.integers(0, 9)),
     zero=st.sets(st.integers(0, 9)),
     excluded=st.sets(st.integers(0, 9)),
-    kl_coefficient=st.sampled_from([0.0, 0.1]),
+    regularizer=st.sampled_from(
+        [{}, {"kl_coefficient": 0.1}, {"entropy_coefficient": 0.1}, {"entropy_coefficient": -0.1}]
+    ),
 )
 def test_minibatches_compute_what_has_a_gradient_and_count_what_else_is_kept(
-    sizes: list[int], failed: set[int], zero: set[int], excluded: set[int], kl_coefficient: float
+    sizes: list[int], failed: set[int], zero: set[int], excluded: set[int], regularizer: dict[str, float]
 ) -> None:
     groups = failing(some_groups(sizes), failed)
     everyone = [t for group in groups for t in group.trajectories]
     credit_of = {t.trajectory_id: Credit.uniform(t, float(number not in zero)) for number, t in enumerate(everyone)}
     credit_of |= {t.trajectory_id: Credit.excluded(t) for number, t in enumerate(everyone) if number in excluded}
     credits = [[credit_of[t.trajectory_id] for t in group.trajectories] for group in groups]
-    learner = make_learner(num_minibatches=3, loss=LossConfig(kl_coefficient=kl_coefficient))
+    learner = make_learner(num_minibatches=3, loss=LossConfig.model_validate(regularizer))
     minibatches = learner.draw(groups, credits, version=0)
     drawn = [pair for minibatch in minibatches for pair in minibatch.pairs]
     assert all(credit is credit_of[t.trajectory_id] for t, credit in drawn)
     kept = {t.trajectory_id for number, t in enumerate(everyone) if number not in failed | excluded}
     assert sorted(t.trajectory_id for t, _ in drawn) == sorted(kept)
     computed = [t.trajectory_id for m in minibatches for t, _ in m.pairs[: m.num_computed]]
-    with_gradient = {name for name in kept if kl_coefficient or credit_of[name].advantages_T.any()}
+    with_gradient = {name for name in kept if regularizer or credit_of[name].advantages_T.any()}
     if with_gradient:
         assert sorted(computed) == sorted(with_gradient)
     else:

@@ -12,11 +12,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch import Tensor
 
-from agentrl.learn.config import DEFAULT_CLIP, LossConfig
-from agentrl.learn.loss import PolicyLoss, kl_loss, mismatch_weights, policy_loss
+from agentrl.learn.config import DEFAULT_CLIP
+from agentrl.learn.loss import (
+    KLEstimator,
+    MismatchLevel,
+    PolicyLoss,
+    kl_loss,
+    mismatch_weights,
+    off_policy_keep,
+    policy_loss,
+)
 from agentrl.learn.tokens import Aggregation, RatioUnit, aggregation_weights, unit_index
 from agentrl.learn.trust import fixed
 from tests.support.each import each
@@ -347,42 +354,85 @@ def test_wrong_inputs_are_refused_with_what_was_got(change: dict[str, Any], mess
 # --- KL to the reference ---------------------------------------------------------------------------------------------
 
 
-def test_the_expected_gradient_of_the_kl_loss_is_that_of_the_divergence() -> None:
+def test_the_expected_gradient_of_the_kl_loss_is_that_of_a_divergence() -> None:
     generator = torch.Generator().manual_seed(3)
     logits_V = torch.randn(6, generator=generator, dtype=torch.float64).requires_grad_()
-    reference_V = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
+    reference_V, anchor_V = torch.randn(2, 6, generator=generator, dtype=torch.float64).log_softmax(1)
     policy_V = logits_V.log_softmax(0)
+
+    def gradient(value: Tensor) -> Tensor:
+        return torch.autograd.grad(value, logits_V, retain_graph=True)[0]
+
     divergence = (policy_V.exp() * (policy_V - reference_V)).sum()
-    exact = torch.autograd.grad(divergence, logits_V, retain_graph=True)[0]
-    reverse = (reference_V.exp() * (reference_V - policy_V)).sum()
-    exact_reverse = torch.autograd.grad(reverse, logits_V, retain_graph=True)[0]
+    exact, reverse = gradient(divergence), gradient((reference_V.exp() * (reference_V - policy_V)).sum())
 
     # Enumeration: each token once, weighted by its probability under the policy that sampled it.
-    probability_V = policy_V.detach().exp()
-    loss = kl_loss(policy_V, reference_logprobs_T=reference_V, weight_T=probability_V, coefficient=0.3)
-    close(loss.detach(), 0.3 * divergence.detach())
-    close(torch.autograd.grad(loss, logits_V, retain_graph=True)[0], 0.3 * exact)
+    def loss(estimator: KLEstimator, sampled_by_V: Tensor) -> Tensor:
+        return kl_loss(
+            policy_V,
+            reference_logprobs_T=reference_V,
+            weight_T=sampled_by_V.detach().exp(),
+            coefficient=0.3,
+            estimator=estimator,
+            anchor_logprobs_T=sampled_by_V.detach(),
+        )
 
-    # Back-propagation through a sampled estimate is not: k1 gives 0, k3 the gradient of the divergence the other way.
-    difference_V = policy_V - reference_V
-    k1 = (probability_V * difference_V).sum()
-    k3 = (probability_V * ((-difference_V).exp() - 1 + difference_V)).sum()
-    close(k3.detach(), divergence.detach())
-    close(torch.autograd.grad(k1, logits_V, retain_graph=True)[0], torch.zeros_like(exact))
-    naive = torch.autograd.grad(k3, logits_V)[0]
-    close(naive, exact_reverse)
-    assert float((naive - exact).norm() / exact.norm()) > 0.1
+    for estimator, sampled_by_V, expected in (
+        ("k2", policy_V, exact),
+        ("k3", policy_V, reverse),
+        ("unbiased", policy_V, exact),
+        ("unbiased", anchor_V, exact),
+    ):
+        close(gradient(loss(estimator, sampled_by_V)), 0.3 * expected)
+    for estimator in ("k3", "unbiased"):
+        close(loss(estimator, policy_V).detach(), 0.3 * divergence.detach())
+    close(loss("unbiased", anchor_V).detach(), 0.3 * divergence.detach())
+    squares_V = (policy_V - reference_V).detach() ** 2 / 2
+    close(loss("k2", policy_V).detach(), 0.3 * (policy_V.detach().exp() * squares_V).sum())
+
+    # Not of tokens that another policy sampled, and not through the log-ratio itself.
+    for estimator in ("k2", "k3"):
+        assert float((gradient(loss(estimator, anchor_V)) / 0.3 - exact).norm() / exact.norm()) > 0.1
+    k1 = (policy_V.detach().exp() * (policy_V - reference_V)).sum()
+    close(gradient(k1), torch.zeros_like(exact))
 
 
-def test_the_kl_gradient_of_a_token_is_its_weighted_log_ratio() -> None:
+@each(
+    ("estimator", "value", "slope"),
+    [
+        # d = .5 and -1; k_t is weighed by .1 * .5 and .1 * .25
+        ("k2", [0.5**2 / 2, 1 / 2], [0.5, -1.0]),
+        ("k3", [math.exp(-0.5) - 0.5, math.e - 2], [1 - math.exp(-0.5), 1 - math.e]),
+        # r = e^.25 and e^-.5
+        (
+            "unbiased",
+            [math.exp(0.25) * (math.exp(-0.5) - 0.5), math.exp(-0.5) * (math.e - 2)],
+            [math.exp(0.25) * 0.5, -math.exp(-0.5)],
+        ),
+    ],
+)
+def test_the_kl_loss_of_two_tokens_is_that_worked_out_by_hand(
+    estimator: KLEstimator, value: list[float], slope: list[float]
+) -> None:
     policy_T = f64(-1.0, -2.0).requires_grad_()
-    reference_T = f64(-1.5, -1.0).requires_grad_()
-    loss = kl_loss(policy_T, reference_logprobs_T=reference_T, weight_T=f64(0.5, 0.25), coefficient=0.1)
-    # .1 * (.5 * .5 - .25 * 1) = 0
-    close(loss.detach(), torch.zeros((), dtype=torch.float64))
-    gradient, other = torch.autograd.grad(loss, (policy_T, reference_T), allow_unused=True)
-    close(gradient, f64(0.1 * 0.5 * 0.5, -0.1 * 0.25 * 1.0))
-    assert other is None
+    reference_T, anchor_T = f64(-1.5, -1.0).requires_grad_(), f64(-1.25, -1.5).requires_grad_()
+    loss = kl_loss(
+        policy_T,
+        reference_logprobs_T=reference_T,
+        weight_T=f64(0.5, 0.25),
+        coefficient=0.1,
+        estimator=estimator,
+        anchor_logprobs_T=anchor_T,
+    )
+    close(loss.detach(), f64(0.1 * (0.5 * value[0] + 0.25 * value[1]))[0])
+    gradient, *others = torch.autograd.grad(loss, (policy_T, reference_T, anchor_T), allow_unused=True)
+    close(gradient, f64(0.05 * slope[0], 0.025 * slope[1]))
+    assert others == [None, None]
+
+
+def test_an_unbiased_estimate_needs_the_anchor() -> None:
+    with pytest.raises(ValueError, match="expected anchor_logprobs_T: the estimator 'unbiased' weighs by the ratio"):
+        kl_loss(f64(-1), reference_logprobs_T=f64(-2), weight_T=f64(1), coefficient=0.1, estimator="unbiased")
 
 
 def test_a_kl_loss_refuses_a_negative_coefficient_and_references_that_are_not_finite() -> None:
@@ -425,6 +475,40 @@ def test_a_mismatch_of_exactly_the_limit_is_not_limited(mode: Literal["truncate"
     got = mismatch_weights(BEHAVIOR, BEHAVIOR, MISMATCH_UNITS, mode=mode, limit=1)
     assert got.weight_T.tolist() == [1, 1, 1, 1]
     assert got.limited_U.tolist() == [False, False, False]
+
+
+@each(
+    ("level", "raw", "truncated", "masked"),
+    [
+        # tokens differ by 1, -2, 0, 0
+        ("token", [math.e, math.exp(-2), 1, 1], [2, math.exp(-2), 1, 1], [0, 0, 1, 1]),
+        ("product", [math.e, math.exp(-2), 1], [2, math.exp(-2), 2, 1], [0, 0, 0, 1]),
+    ],
+)
+def test_mismatch_is_corrected_by_token_or_by_the_product_over_the_unit(
+    level: MismatchLevel, raw: list[float], truncated: list[float], masked: list[float]
+) -> None:
+    for mode, expected in (("truncate", truncated), ("mask", masked)):
+        got = mismatch_weights(PROXIMAL, BEHAVIOR, MISMATCH_UNITS, mode=mode, limit=2, level=level)
+        close(got.raw_U, f64(*raw))
+        close(got.weight_T, f64(*expected))
+        assert got.limited_U.tolist() == [one > 2 or (mode == "mask" and one < 1 / 2) for one in raw]
+
+
+def test_tokens_that_failed_leave_a_trajectory_that_the_policy_would_hardly_sample() -> None:
+    # Means over trajectories 7, 2 and 5 of behavior - policy: (1 + 0 + 0) / 3, .25 and -3.
+    policy_T = f64(-2.0, -1.0, -1.25, -1.0, -1.0, -4.0).requires_grad_()
+    behavior_T = f64(-1.0, -1.0, -1.0, -4.0, -1.0, -7.0)
+    trajectory_T = torch.tensor([7, 7, 2, 5, 7, 5])
+    advantage_T = f64(-1.0, 1.0, -1.0, -1.0, 0.0, -1.0)
+
+    def keep(limit: float) -> list[bool]:
+        return off_policy_keep(policy_T, behavior_T, advantage_T, trajectory_T, limit=limit).tolist()
+
+    assert keep(0.3) == [False, True, True, True, True, True]
+    assert keep(0.2) == [False, True, False, True, True, True]
+    assert keep(0.25) == keep(0.3)  # a mean of exactly the limit stays
+    assert keep(0.4) == [True] * 6
 
 
 def test_mismatch_weights_refuse_other_modes_limits_and_lengths() -> None:
@@ -555,129 +639,6 @@ def test_units_refuse_unknown_names_and_uneven_lengths() -> None:
         unit_index("version", [0, 0], [0, 0], [0])
     with pytest.raises(ValueError, match=r"turn_T integers .* got float64"):
         unit_index("turn", [0, 0], [0.5, 0.5], [0, 0])
-
-
-# --- configuration ---------------------------------------------------------------------------------------------------
-
-
-@each(
-    ("unit", "expected"),
-    [
-        ("trajectory", (3e-4, 4e-4)),
-        ("turn", (3e-3, 4e-3)),
-        ("version", (3e-3, 4e-3)),
-        ("token", (0.2, 0.27)),
-    ],
-)
-def test_the_clip_range_follows_the_unit_and_its_own_default_gets_no_warning(
-    unit: RatioUnit, expected: tuple[float, float]
-) -> None:
-    assert LossConfig(trust="fixed", unit=unit).clip_range() == expected
-    explicit = LossConfig(trust="fixed", unit=unit, clip_low=expected[0], clip_high=expected[1])
-    assert explicit.warnings() == LossConfig(trust="fixed", unit=unit).warnings() == []
-    assert LossConfig(trust="fixed", unit=unit, clip_low=0.01).clip_range() == (0.01, expected[1])
-    assert LossConfig(trust="fixed", unit=unit, clip_high=0.01).clip_range() == (expected[0], 0.01)
-
-
-@each(
-    ("config", "message"),
-    [
-        (
-            LossConfig(trust="fixed", unit="token", clip_low=3e-4),
-            "clip_low: 0.0003 is a range for unit: trajectory, but unit is token",
-        ),
-        (LossConfig(trust="fixed", unit="trajectory", clip_high=0.2), "clip_high: 0.2 is a range for unit: token"),
-        (
-            LossConfig(trust="fixed", unit="trajectory", clip_high=4e-3),
-            "clip_high: 0.004 is a range for unit: turn or version",
-        ),
-        (
-            LossConfig(trust="fixed", unit="version", clip_low=0.2),
-            "but unit is version, whose ratios call for about 0.003",
-        ),
-    ],
-)
-def test_another_units_clip_range_gets_a_warning(config: LossConfig, message: str) -> None:
-    (warning,) = config.warnings()
-    assert message in warning
-
-
-def test_a_bound_short_of_another_units_gets_no_warning() -> None:
-    assert LossConfig(trust="fixed", unit="trajectory", clip_low=2e-3, clip_high=2.7e-3).warnings() == []
-    assert LossConfig(trust="fixed", unit="token", clip_low=0.01, clip_high=0.01).warnings() == []
-
-
-def test_by_default_tokens_leave_by_their_own_ratio() -> None:
-    for unit in UNITS:
-        config = LossConfig(unit=unit)
-        assert (config.trust, config.clip_range(), config.warnings()) == ("token", (0.2, 0.27), [])
-    (warning,) = LossConfig(clip_high=2.7e-3).warnings()  # the range of a recipe from before
-    assert "trust: token looks at tokens" in warning
-    assert "set trust: fixed" in warning
-
-
-def test_both_bounds_of_another_unit_get_a_warning_each() -> None:
-    assert len(LossConfig(unit="token", clip_low=3e-4, clip_high=4e-4).warnings()) == 2
-
-
-@each(
-    ("fields", "message"),
-    [
-        ({"aggregation": "constant"}, "aggregation: constant needs constant_length"),
-        ({"constant_length": 100}, "constant_length: 100 is only used by aggregation: constant"),
-        ({"aggregation": "constant", "constant_length": 0}, "constant_length\n.*greater than 0"),
-        ({"clip_low": 0}, "clip_low\n.*greater than 0"),
-        ({"clip_low": 1.5}, "clip_low\n.*less than or equal to 1"),
-        ({"clip_high": -0.1}, "clip_high\n.*greater than 0"),
-        ({"clip_high": math.inf}, "clip_high\n.*finite"),
-        ({"kl_coefficient": -1}, "kl_coefficient\n.*greater than or equal to 0"),
-        ({"unit": "sequence"}, "unit\n.*'trajectory', 'turn', 'version' or 'token'"),
-        ({"anchor": "old"}, "anchor\n.*'behavior', 'recomputed' or 'sampled'"),
-        ({"kept_versions": 8}, "kept_versions: 8 is only used by anchor: sampled; remove it"),
-        ({"anchor": "recomputed", "kept_versions": 8}, "kept_versions: 8 is only used by anchor: sampled"),
-        ({"anchor": "recomputed", "mismatch_limit": 3}, "mismatch_limit: 3 is only used by mismatch: truncate or mask"),
-        ({"temperature": 1.0}, "temperature\n.*not permitted"),
-    ],
-)
-def test_contradictions_and_unknown_fields_are_errors(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        LossConfig.model_validate(fields)
-
-
-def test_the_defaults_of_unused_fields_may_be_written_out() -> None:
-    for config in (LossConfig(), LossConfig(anchor="sampled", kept_versions=8)):
-        assert LossConfig.model_validate(config.model_dump()) == config
-
-
-def test_fewer_kept_versions_than_tokens_are_old_are_told() -> None:
-    config = LossConfig(anchor="sampled")  # of four versions before the present one
-    assert config.warnings(staleness_bound=4) == LossConfig().warnings(staleness_bound=9) == []
-    (words,) = config.warnings(staleness_bound=5)
-    assert words.startswith("loss.kept_versions: 4 is too few for rollout.max_staleness: 5: older tokens")
-    assert "set it to 5" in words
-
-
-def test_a_small_share_of_clipped_tokens_is_told_as_it_is() -> None:
-    config = LossConfig.model_validate({"trust": "calibrated", "calibrated": {"clipped": 0.001}})
-    assert config.describe() == "GSPO-token, calibrated clip of 0.1 % of tokens"
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"trust": "fixed"}, "GSPO-token, clip [0.9997, 1.0004]"),
-        ({"trust": "token"}, "GSPO-token, token-level clip [0.8, 1.27]"),
-        ({"unit": "token", "trust": "token"}, "token ratios, clip [0.8, 1.27]"),
-        ({"unit": "token", "trust": "fixed", "clip_high": 0.2}, "token ratios, clip [0.8, 1.2]"),
-        ({"trust": "kernel"}, "GSPO-token, VESPO kernel"),
-    ],
-)
-def test_a_loss_is_described_in_the_words_of_the_field(config: dict[str, object], words: str) -> None:
-    assert LossConfig.model_validate(config).describe() == words
-
-
-def test_a_constant_length_goes_with_its_aggregation() -> None:
-    assert LossConfig(aggregation="constant", constant_length=100).constant_length == 100
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

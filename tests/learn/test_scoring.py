@@ -120,9 +120,9 @@ def test_scoring_keeps_no_graph_and_stays_within_its_budget(played: list[Traject
 def test_a_column_is_cut_where_the_turns_end(played: list[Trajectory]) -> None:
     trajectory = played[0]
     column_T = np.arange(trajectory.num_action_tokens, dtype=np.float64)
-    [found] = with_tokens([trajectory], "entropies", [column_T])
-    assert [token for turn in found.turns for token in turn.signals["entropies"]] == column_T.tolist()
-    assert found.turns[1].signals["entropies"] == tuple(
+    [found] = with_tokens([trajectory], "values", [column_T])
+    assert [token for turn in found.turns for token in turn.signals["values"]] == column_T.tolist()
+    assert found.turns[1].signals["values"] == tuple(
         range(len(trajectory.turns[0].action_ids), sum(len(turn.action_ids) for turn in trajectory.turns[:2]))
     )
     assert without_signals(found) == trajectory

@@ -47,6 +47,45 @@ RECIPES: dict[str, tuple[dict[str, Any], Measured]] = {
     "kernel": ({"trust": "kernel", **EXPONENTS, "aggregation": "constant", "constant_length": 16}, {}),
     "kernel, its authors' exponents": ({"trust": "kernel"}, {}),
     "kernel, of what is left": ({"trust": "kernel", **EXPONENTS, "reject": 1.4}, {}),
+    "fixed, by length": ({"trust": "fixed", "clip_low": 0.01, "clip_high": 0.02, "clip_by_length": 30}, {}),
+    "none": ({"trust": "none", "entropy_coefficient": 0.2}, {}),
+    "geometric": ({"trust": "geometric", "clip_low": 0.08, "clip_high": 0.12, "aggregation": "token-mean"}, {}),
+    "geometric, of what is left": ({"trust": "geometric", "reject": 1.4}, {}),
+    "cap": ({"trust": "cap", **RANGE, "off_policy_limit": 0.3}, {}),
+    "cap, the papers' range": ({"trust": "cap"}, {}),
+    "gate": ({"trust": "gate", "gate": {"positive": 0.7, "negative": 1.9}, "aggregation": "turn-mean"}, {}),
+    "gate, its authors' temperatures": ({"trust": "gate", "off_policy_limit": 0.05, "reject": 1.4}, {}),
+    "tv": ({"trust": "tv", "clip_low": 0.01, "clip_high": 0.02}, {}),
+    "tv, the papers' range": ({"trust": "tv"}, {}),
+    "kl": ({"trust": "kl", "clip_low": 2e-4, "clip_high": 4e-4, "anchor": "recomputed"}, {}),
+    "kl, the papers' range": ({"trust": "kl", "entropy_coefficient": -0.1}, {}),
+    "k3": ({"trust": "fixed", "kl_coefficient": 0.3, "kl_estimator": "k3", "off_policy_limit": 0.05}, {}),
+    "unbiased": (
+        {"trust": "token", "anchor": "sampled", "kl_coefficient": 0.3, "kl_estimator": "unbiased"},
+        {},
+    ),
+    "truncated by tokens": (
+        {"anchor": "recomputed", "mismatch": "truncate", "mismatch_limit": 1.05, "mismatch_level": "token"},
+        {},
+    ),
+    "masked by tokens": (
+        {"anchor": "sampled", "mismatch": "mask", "mismatch_limit": 1.05, "mismatch_level": "token"},
+        {},
+    ),
+    "truncated by products": (
+        {"anchor": "sampled", "mismatch": "truncate", "mismatch_limit": 1.2, "mismatch_level": "product"},
+        {},
+    ),
+    "masked by products": (
+        {
+            "anchor": "recomputed",
+            "mismatch": "mask",
+            "mismatch_limit": 1.2,
+            "mismatch_level": "product",
+            "off_policy_limit": 0.1,
+        },
+        {},
+    ),
     "recomputed": ({"trust": "fixed", **RANGE, "anchor": "recomputed", "kl_coefficient": 0.3}, {}),
     "truncated": ({"trust": "token", "anchor": "recomputed", "mismatch": "truncate", "mismatch_limit": 1.2}, {}),
     "sampled, masked": (
@@ -56,7 +95,14 @@ RECIPES: dict[str, tuple[dict[str, Any], Measured]] = {
 }
 SPLITS = [(1, 10**6), (1, 60), (1, 1), (2, 60), (3, 60), (20, 60)]
 """Processes, two of the twenty without a trajectory; tokens of a pass."""
-SPLIT_IN_ALL_WAYS = ("token, of what is left", "calibrated by length", "sampled, masked")
+SPLIT_IN_ALL_WAYS = (
+    "fixed, by length",
+    "masked by products",
+    "kl, the papers' range",
+    "token, of what is left",
+    "calibrated by length",
+    "sampled, masked",
+)
 """Recipes that `make test` splits in all these ways, the others in one."""
 
 
@@ -110,9 +156,12 @@ def test_loss_gradient_decisions_and_metrics_of_a_recipe_follow_the_equations(
 ) -> None:
     num_processes, max_tokens = split
     settings, measured = RECIPES[recipe]
+    if unit == "token":  # of one length
+        settings = settings | ({"clip_by_length": None} if "clip_by_length" in settings else {})
     config = LossConfig(unit=unit, **settings)
     calibration, expected = filled(measured), expected_step(TOKENS, config, measured)
     policy_T, reference_T = column("policy").requires_grad_(), column("reference")
+    entropy_T = column("entropy").requires_grad_()
     loss, clipped_T = torch.zeros((), dtype=torch.float64), torch.zeros(len(TOKENS), dtype=torch.bool)
     found: list[Observations] = []
     for passes in shares(num_processes, max_tokens, config):
@@ -127,18 +176,22 @@ def test_loss_gradient_decisions_and_metrics_of_a_recipe_follow_the_equations(
                 anchor=before(config, tokens_T),
                 version=VERSION,
                 reference_logprobs_T=reference_T[tokens_T] if config.kl_coefficient else None,
+                entropy_T=entropy_T[tokens_T] if config.entropy_coefficient else None,
             )
             clipped_T[tokens_T] = torch.from_numpy(found[-1].columns["clipped_T"][-1])
     assert sum(len(one.columns["clipped_T"]) for one in found) >= (
         len(TRAJECTORIES) if max_tokens == 1 else num_processes
     )
     close(loss.detach(), f64(expected.loss)[0])
-    close(torch.autograd.grad(loss, policy_T)[0], f64(*expected.gradient))
+    of_policy_T, of_entropy_T = torch.autograd.grad(loss, (policy_T, entropy_T), allow_unused=True)
+    close(of_policy_T, f64(*expected.gradient))
+    close(torch.zeros_like(entropy_T) if of_entropy_T is None else of_entropy_T, f64(*expected.entropy_gradient))
     assert clipped_T.tolist() == expected.clipped
     tally = MinibatchStats.merge([*map(MinibatchStats.from_observations, found)])
     metrics = update_metrics([tally], current_version=VERSION) | {"divergence": divergence(tally)}
     assert {name: metrics.get(name) for name in expected.metrics} == pytest.approx(expected.metrics, rel=1e-12)
     assert ("clip/units_rejected" in metrics) == (config.reject is not None)
+    assert ("clip/off_policy_tokens" in metrics) == (config.off_policy_limit is not None)
     for is_updated in (True, False):
         shown = merge_clip_stats(
             clip_stats(one, ClipTarget.from_config(config), version=VERSION, is_updated=is_updated) for one in found

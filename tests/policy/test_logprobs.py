@@ -85,15 +85,49 @@ def test_values_entropy_and_gradients_equal_the_full_log_softmax(
         behind=behind,
         chunk_elements=chunk_elements,
     )
-    got = torch.autograd.grad((weight_T * logprobs_T).sum(), leaves)
     expected_T, expected_entropy_T = full_logprobs(hidden_TD, weight_VD, targets_T, bias_V, temperature, behind)
-    expected = torch.autograd.grad((weight_T * expected_T).sum(), leaves)
-
-    assert not entropy_T.requires_grad
     torch.testing.assert_close(logprobs_T, expected_T, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(entropy_T, expected_entropy_T.detach(), rtol=1e-12, atol=1e-12)
-    for got_gradient, expected_gradient in zip(got, expected, strict=True):
-        torch.testing.assert_close(got_gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy_T, expected_entropy_T, rtol=1e-12, atol=1e-12)
+    for of_logprobs, of_entropy in ((1.0, 0.0), (0.0, 1.0), (1.0, -0.3)):
+        got, expected = (
+            torch.autograd.grad(
+                # A weight of its own for each token and result.
+                (of_logprobs * weight_T * one_T + of_entropy * weight_T.flip(0) * other_T).sum(),
+                leaves,
+                retain_graph=True,
+            )
+            for one_T, other_T in ((logprobs_T, entropy_T), (expected_T, expected_entropy_T))
+        )
+        for got_gradient, expected_gradient in zip(got, expected, strict=True):
+            torch.testing.assert_close(got_gradient, expected_gradient, rtol=1e-11, atol=1e-12)
+
+
+@each("behind", [LINEAR, LogitMap(cap=2.0)])
+@each("chunk_elements", [6, 28])
+def test_the_entropy_has_a_gradient_alone(behind: LogitMap, chunk_elements: int) -> None:
+    hidden_TD, weight_VD, bias_V, targets_T = make_inputs(4, 7, 3)
+
+    def entropies(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor) -> Tensor:
+        return fused_logprobs(
+            hidden_TD,
+            weight_VD,
+            targets_T,
+            bias_V=bias_V,
+            temperature=0.7,
+            behind=behind,
+            chunk_elements=chunk_elements,
+        )[1]
+
+    assert torch.autograd.gradcheck(entropies, (hidden_TD, weight_VD, bias_V))
+
+
+def test_the_gradient_of_the_entropy_is_finite_where_tokens_have_no_probability() -> None:
+    hidden_TD, weight_VD, _, targets_T = make_inputs(6, 40, 8, dtype=torch.float32)
+    hidden_TD = (hidden_TD * 1000).detach().requires_grad_()  # e^-5000 is 0
+    for chunk_elements in (100, 1000):
+        entropy_T = fused_logprobs(hidden_TD, weight_VD, targets_T, chunk_elements=chunk_elements)[1]
+        for gradient in torch.autograd.grad(entropy_T.sum(), (hidden_TD, weight_VD)):
+            assert bool(gradient.isfinite().all())
 
 
 @pytest.mark.parametrize("chunk_elements", [6, 28])

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from agentrl import TrajectoryGroup
-from agentrl.credit import installed_credit, load_credit
-from agentrl.report.advise import Advice, RunProfile, Task, advise, read_map, show
+from agentrl.credit import load_credit
+from agentrl.report.advise import COMPARED, Advice, RunProfile, Task, advise, read_map, show
 from agentrl.testing import make_group
 from tests.support.tabular import BASE, SCHEMES, Row
 
@@ -67,44 +67,63 @@ def test_the_nearest_task_decides() -> None:
 
     tasks = [
         task("short", turns=2, group_gae=(0.01, 0.01), turn_return=(0.0, 0.01)),
-        task("long", turns=12, ecpo=(0.2, 0.01), group_gae=(0.1, 0.01), turn_return=(0.05, 0.01)),
+        task("long", turns=12, action_values=(0.2, 0.01), group_gae=(0.1, 0.01), turn_return=(0.05, 0.01)),
     ]
-    assert advise(SHOWN, tasks).scheme == "ecpo"
+    assert advise(SHOWN, tasks).section == COMPARED["action_values"]
     assert "(long)" in advise(SHOWN, tasks).why
-    assert advise(SHOWN.model_copy(update={"turns": 2.5}), tasks).scheme == "uniform"
+    assert advise(SHOWN.model_copy(update={"turns": 2.5}), tasks).section == COMPARED["uniform"]
     assert advise(SHOWN.model_copy(update={"turns": 60}), tasks).why.startswith("no task")
     without_keys = advise(SHOWN.model_copy(update={"repeated": 0.05}), tasks)
-    assert without_keys.scheme == "turn_return"
+    assert without_keys.section == COMPARED["turn_return"]
     assert "state_key()" in without_keys.why
     # An environment that pays at the end alone may be unable to serve it; a group of one has nothing to be compared with.
-    assert advise(SHOWN.model_copy(update={"repeated": 0.05, "by_turn": 0}), tasks).scheme == "uniform"
+    assert advise(SHOWN.model_copy(update={"repeated": 0.05, "by_turn": 0}), tasks).section == COMPARED["uniform"]
     assert advise(SHOWN.model_copy(update={"group_size": 1}), tasks).why.startswith("groups have one usable episode")
     pairs = [one.model_copy(update={"profile": one.profile.model_copy(update={"group_size": 2})}) for one in tasks]
-    assert advise(SHOWN.model_copy(update={"group_size": 1.9}), pairs).scheme == "ecpo"  # of two, some fail
+    assert (
+        advise(SHOWN.model_copy(update={"group_size": 1.9}), pairs).section == COMPARED["action_values"]
+    )  # of two, some fail
 
 
 def test_the_recipe_has_the_options_with_which_the_scheme_was_compared() -> None:
-    tasks = [Task(name="one", seeds=9, profile=SHOWN, gains={"ecpo": (0.3, 0.03), "turn_return": (0.0, 0.01)})]
-    assert advise(SHOWN, tasks).recipe == "credit: {scheme: ecpo, lam: 0.5}"
-    for scheme in {name for task in read_map() for name in task.gains} | {"uniform"}:
-        section = yaml.safe_load(Advice(scheme, "").recipe)["credit"]
-        assert section == SCHEMES[scheme]
-        load_credit(section)
+    gains = {"action_values, gamma 1": (0.3, 0.03), "turn_return": (0.0, 0.01)}
+    tasks = [Task(name="one", seeds=9, profile=SHOWN, gains=gains)]
+    assert advise(SHOWN, tasks).line == "credit: {scheme: action_values, gamma: 1.0, lam: 0.5}"
+    for name in {name for task in read_map() for name in task.gains} | {"uniform"}:
+        section = yaml.safe_load(Advice(COMPARED[name], "").line)["credit"]
+        assert section == COMPARED[name] == SCHEMES[name]
+        # every discount and lambda is written out: the scheme's defaults may be others
+        assert set(section) >= {"gamma", "lam"} & set(type(load_credit(section)).model_fields)
+
+
+def test_the_recipe_of_the_environment_stands_in_where_no_scheme_was_ahead() -> None:
+    shipped = {"scheme": "turn_return", "gamma": 0.5}
+    level = [Task(name="one", seeds=9, profile=SHOWN, gains={"gigpo": (0.01, 0.01)})]
+    found = advise(SHOWN, level, shipped=shipped)
+    assert found.section == shipped
+    assert found.why.startswith(
+        "the recipe that comes along for this environment has it; on the task most alike (one) no"
+    )
+    ahead = [Task(name="one", seeds=9, profile=SHOWN, gains={"gigpo": (0.2, 0.01)})]
+    found = advise(SHOWN, ahead, shipped=shipped)
+    assert found.section == COMPARED["gigpo"]
+    assert found.why.endswith("for this environment has credit: {scheme: turn_return, gamma: 0.5}.")
+    assert advise(SHOWN, ahead, shipped=COMPARED["gigpo"]).why.endswith("over 9 seeds each.")
 
 
 def test_tasks_that_rollouts_cannot_tell_apart_decide_together() -> None:
     tasks = [
-        Task(name="one", seeds=9, profile=SHOWN, gains={"ecpo": (0.3, 0.03), "turn_return": (0.0, 0.01)}),
+        Task(name="one", seeds=9, profile=SHOWN, gains={"action_values": (0.3, 0.03), "turn_return": (0.0, 0.01)}),
         Task(
             name="like it",
             seeds=8,
             profile=SHOWN.model_copy(update={"explained": 0.12}),
-            gains={"ecpo": (-0.2, 0.04), "turn_return": (0.2, 0.01), "gigpo": (0.9, 0.01)},
+            gains={"action_values": (-0.2, 0.04), "turn_return": (0.2, 0.01), "gigpo": (0.9, 0.01)},
         ),
-        Task(name="far", seeds=9, profile=SHOWN.model_copy(update={"turns": 20}), gains={"ecpo": (0.9, 0.01)}),
+        Task(name="far", seeds=9, profile=SHOWN.model_copy(update={"turns": 20}), gains={"action_values": (0.9, 0.01)}),
     ]
-    scheme, why = advise(SHOWN, tasks)
-    assert scheme == "turn_return"
+    section, why = advise(SHOWN, tasks)
+    assert section == COMPARED["turn_return"]
     assert "(one, like it) it was ahead of uniform by 0.100 ± 0.007" in why
     assert "over 8 seeds" in why
 
@@ -112,5 +131,5 @@ def test_tasks_that_rollouts_cannot_tell_apart_decide_together() -> None:
 def test_the_map_that_comes_along_knows_tasks_and_installed_schemes() -> None:
     tasks = read_map()
     assert len({task.name for task in tasks}) == len(tasks) >= 1
-    assert all(set(task.gains) <= set(installed_credit()) and task.seeds >= 100 for task in tasks)
+    assert all(set(task.gains) < set(COMPARED) and task.seeds >= 100 for task in tasks)
     assert all(task.name in advise(task.profile, tasks).why for task in tasks)

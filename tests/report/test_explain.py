@@ -72,7 +72,7 @@ def test_an_episode_that_failed_before_its_first_turn_is_an_empty_table(tmp_path
 def test_tokens_that_differ_are_shown_with_their_range(tmp_path: Path) -> None:
     found = recorded(GROUPS, tmp_path)
     assert "+0.738 (+0.650 .. +0.825)" not in printed(found, found[:1], "turn_gae")
-    assert " .. " in printed(found, found[:1], "bilevel_gae")
+    assert " .. " in printed(found, found[:1], "distill")
 
 
 def test_actions_are_coloured_by_the_scheme_not_by_what_training_used(tmp_path: Path) -> None:

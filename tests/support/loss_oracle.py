@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from math import exp, expm1, log1p, sqrt
+from math import exp, expm1, log, log1p, sqrt
+from typing import NamedTuple
 
 import numpy as np
 
 from agentrl.credit import Credit
 from agentrl.learn.calibration import Band, Calibration
-from agentrl.learn.config import CalibratedConfig, KernelConfig, LossConfig
+from agentrl.learn.config import CalibratedConfig, GateConfig, KernelConfig, LossConfig
 from agentrl.types import Trajectory
 from tests.support.trajectories import some_ids, trajectory, turn
 
@@ -23,6 +24,13 @@ VERSION = 9
 _SAMPLED_BY = (4, 6, 8, 9)
 """One version in each of the ranges of staleness: 4 to 7, 2 and 3, 1, 0."""
 _PAPERS = {"trajectory": (3e-4, 4e-4), "turn": (3e-3, 4e-3), "version": (3e-3, 4e-3), "token": (0.2, 0.27)}
+_OTHERS = {
+    "token": (0.2, 0.27),
+    "geometric": (1 - exp(-0.4), exp(0.4) - 1),
+    "cap": (1.0, 4.0),
+    "tv": (0.15, 0.15),
+    "kl": (0.05, 0.05),
+}
 _TOKEN_WIDTHS = (-log1p(-0.2), log1p(0.27))
 
 Measured = Mapping[int, Mapping[int, tuple[float, tuple[float, float]]]]
@@ -63,6 +71,8 @@ class Token:
     sampled: float
     """Under the weights that sampled it."""
     reference: float
+    entropy: float
+    """Of the distribution that it was drawn from."""
 
     def anchor(self, config: LossConfig) -> float:
         if config.anchor == "behavior":
@@ -72,7 +82,7 @@ class Token:
 
 def stale_batch(num: int = 18, seed: int = 0) -> tuple[list[Trajectory], list[Credit], list[Token]]:
     """Draw trajectories, their credit and the tokens that it keeps, in their order."""
-    rng = np.random.default_rng(seed)
+    rng, entropies = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     trajectories, credits, tokens = [], [], []
     for number in range(num):
         # Policy versions follow one another as an episode goes on: two of them, from one range of staleness into the next.
@@ -103,6 +113,7 @@ def stale_batch(num: int = 18, seed: int = 0) -> tuple[list[Trajectory], list[Cr
                 start=float(behavior_T[t] + engine_T[t]),
                 sampled=float(behavior_T[t] + engine_T[t] + 0.02 * rng.normal()),
                 reference=float(behavior_T[t] + 0.1 * rng.normal()),
+                entropy=entropies.exponential(),
             )
             for t in np.flatnonzero(keep_T)
         ]
@@ -151,34 +162,109 @@ def _widths(staleness: float, length: int, config: LossConfig, measured: Measure
     return [min(max(spread * exp(gain), 1e-5), bound) for gain, bound in zip(gains, bounds, strict=True)]
 
 
-def _decision(
-    advantage: float, own: float, log_ratios: list[float], widths: list[float], config: LossConfig
-) -> tuple[float, bool]:
-    """Factor of a token, and whether it has left, before `reject`."""
-    ratio = exp(sum(log_ratios) / len(log_ratios))
-    if config.trust == "kernel":
-        weight, kernel = exp(sum(log_ratios)), config.kernel or KernelConfig()
-        power, rate = kernel.negative if advantage < 0 else kernel.positive
-        return weight**power * exp(rate * (1 - weight)), False
-    lower, upper = exp(-widths[0]), exp(widths[1])
-    if config.trust != "calibrated":
-        papers = _PAPERS["token" if config.trust == "token" else config.unit]
-        lower = 1 - (papers[0] if config.clip_low is None else config.clip_low)
-        upper = 1 + (papers[1] if config.clip_high is None else config.clip_high)
-    looked_at = exp(own) if config.trust == "token" else ratio
-    has_left = (advantage > 0 and looked_at > upper) or (advantage < 0 and looked_at < lower)
-    return min(max(ratio, lower), upper) if has_left and config.trust != "token" else ratio, has_left
+class Decision(NamedTuple):
+    """What the trust region makes of a token, before `reject`."""
+
+    value: float
+    factor: float
+    """Of the gradient of its log-probability."""
+    has_left: bool
 
 
-def _mismatch(unit: list[Token], config: LossConfig) -> tuple[float, bool]:
-    """Factor of a unit's weights, and whether a limit changed it."""
+def _decision(place: int, unit: list[Token], widths: list[float], config: LossConfig) -> Decision:
+    token = unit[place]
+    log_ratios = [other.policy - other.anchor(config) for other in unit]
+    own, ratio, advantage = exp(log_ratios[place]), exp(sum(log_ratios) / len(unit)), token.advantage
+    lower, upper = _ends(unit, widths, config)
+
+    def weighted(factor: float, has_left: bool = False) -> Decision:
+        return Decision(0, 0, True) if has_left else Decision(factor * token.policy, factor, False)
+
+    def is_beyond(looked_at: float) -> bool:
+        return (advantage > 0 and looked_at > upper) or (advantage < 0 and looked_at < lower)
+
+    match config.trust:
+        case "none":
+            return weighted(1.0)
+        case "cap":
+            return weighted(min(max(ratio, lower), upper))
+        case "gate":
+            gate = config.gate or GateConfig()
+            tau = gate.positive if advantage > 0 else gate.negative
+            opened = 1 / (1 + exp(-tau * (ratio - 1)))
+            return Decision(4 / tau * opened, 4 * opened * (1 - opened) * ratio, False)
+        case "kernel":
+            weight, kernel = exp(sum(log_ratios)), config.kernel or KernelConfig()
+            power, rate = kernel.negative if advantage < 0 else kernel.positive
+            return weighted(weight**power * exp(rate * (1 - weight)))
+        case "tv" | "kl":
+            pi, mu = exp(token.policy), exp(token.anchor(config))
+            moved = mu * log(mu / pi) + (1 - mu) * log((1 - mu) / (1 - pi)) if config.trust == "kl" else abs(pi - mu)
+            is_far = (advantage > 0 and pi > mu and moved > upper - 1) or (
+                advantage < 0 and pi < mu and moved > 1 - lower
+            )
+            return weighted(min(ratio, 20.0), is_far)
+        case "geometric":
+            ends = [
+                min(one, log(upper)) if other.advantage > 0 else max(one, log(lower)) if other.advantage < 0 else one
+                for one, other in zip(log_ratios, unit, strict=True)
+            ]
+            mean = exp(sum(ends) / len(unit))
+            return Decision(mean, 0 if is_beyond(own) else mean, is_beyond(own))
+        case "token":
+            return Decision(ratio, 0 if is_beyond(own) else ratio, is_beyond(own))
+    if is_beyond(ratio):
+        return Decision(upper if advantage > 0 else lower, 0, True)
+    return Decision(ratio, ratio, False)
+
+
+def _ends(unit: list[Token], widths: list[float], config: LossConfig) -> tuple[float, float]:
+    """Lower and upper end of the range of ratios."""
+    if config.trust == "calibrated":
+        return exp(-widths[0]), exp(widths[1])
+    low, high = _OTHERS.get(config.trust, _PAPERS[config.unit])
+    low, high = (low if config.clip_low is None else config.clip_low), config.clip_high or high
+    wider = sqrt((config.clip_by_length or len(unit)) / len(unit))
+    return max(0.0, 1 - low * wider), 1 + high * wider
+
+
+def _mismatch(unit: list[Token], config: LossConfig) -> list[tuple[float, bool]]:
+    """Factors of the weights of a unit's tokens, and whether a limit changed them."""
     if config.mismatch == "off":
-        return 1.0, False
-    factor = exp(sum(token.anchor(config) - token.behavior for token in unit) / len(unit))
-    if config.mismatch == "truncate":
-        return min(factor, config.mismatch_limit), factor > config.mismatch_limit
-    is_far = factor > config.mismatch_limit or factor < 1 / config.mismatch_limit
-    return 0.0 if is_far else factor, is_far
+        return [(1.0, False)] * len(unit)
+    apart = [token.anchor(config) - token.behavior for token in unit]
+    together = sum(apart) / (1 if config.mismatch_level == "product" else len(unit))
+    found = []
+    for own in apart:
+        factor = exp(own if config.mismatch_level == "token" else together)
+        is_far = factor > config.mismatch_limit
+        if config.mismatch == "mask":
+            is_far |= factor < 1 / config.mismatch_limit
+        left = 0.0 if config.mismatch == "mask" else config.mismatch_limit
+        found.append((left if is_far else factor, is_far))
+    return found
+
+
+def _divergence(token: Token, config: LossConfig) -> tuple[float, float]:
+    """Estimate of the divergence from the reference, and its gradient."""
+    apart = token.policy - token.reference
+    k3, ratio = exp(-apart) - 1 + apart, exp(token.policy - token.anchor(config))
+    return {
+        "k2": (apart**2 / 2, apart),
+        "k3": (k3, 1 - exp(-apart)),
+        "unbiased": (ratio * k3, ratio * apart),
+    }[config.kl_estimator]
+
+
+def _off_policy(tokens: Sequence[Token], config: LossConfig) -> list[bool]:
+    """Whether each token leaves the loss as one that failed, in a trajectory far from the policy."""
+    if config.off_policy_limit is None:
+        return [False] * len(tokens)
+    apart: dict[int, list[float]] = {}
+    for token in tokens:
+        apart.setdefault(token.trajectory, []).append(token.behavior - token.policy)
+    far = {number for number, moves in apart.items() if sum(moves) / len(moves) > config.off_policy_limit}
+    return [token.trajectory in far and token.advantage < 0 for token in tokens]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -188,6 +274,8 @@ class Expected:
     loss: float = 0.0
     gradient: list[float]
     """Of the loss, with respect to each token's log-probability."""
+    entropy_gradient: list[float]
+    """Of the loss, with respect to each token's entropy."""
     clipped: list[bool]
     metrics: dict[str, float] = field(default_factory=dict)
     shown: dict[str, list[float]] = field(default_factory=dict)
@@ -199,8 +287,10 @@ def expected_step(
 ) -> Expected:
     """Compute all of it from the equations of DESIGN 8, `agentrl.learn.loss`, `trust` and `calibration`."""
     weights = _weights(tokens, config)
-    found = Expected(gradient=[0.0] * len(tokens), clipped=[False] * len(tokens))
+    zeros = [0.0] * len(tokens)
+    found = Expected(gradient=[*zeros], entropy_gradient=[*zeros], clipped=[False] * len(tokens))
     units = [[tokens[t] for t in unit] for unit in _units(tokens, config)]
+    off_policy = _off_policy(tokens, config)
     rejected = limited = one_sided = mixed = touched = t = 0
     for unit in units:
         log_ratios = [token.policy - token.anchor(config) for token in unit]
@@ -208,20 +298,23 @@ def expected_step(
         staleness = sum(VERSION - token.version for token in unit) / len(unit)
         widths = _widths(staleness, len(unit), config, measured)
         is_rejected = config.reject is not None and not 1 / config.reject <= exp(mean) <= config.reject
-        factor_of_unit, is_limited = _mismatch(unit, config)
-        first = t
-        for token, own in zip(unit, log_ratios, strict=True):
-            factor, has_left = _decision(token.advantage, own, log_ratios, widths, config)
+        factors, first = _mismatch(unit, config), t
+        for place, (token, (correction, _)) in enumerate(zip(unit, factors, strict=True)):
+            value, factor, has_left = _decision(place, unit, widths, config)
             if is_rejected:
-                factor, has_left = 0.0, token.advantage != 0
-            term = weights[t] * factor_of_unit * factor * token.advantage
-            divergence = config.kl_coefficient * weights[t] * (token.policy - token.reference)
-            found.loss += divergence - term
-            found.gradient[t] = divergence - (0.0 if has_left else term)
+                value, factor, has_left = 0.0, 0.0, token.advantage != 0
+            weight = 0.0 if off_policy[t] else weights[t] * correction
+            estimate, slope = _divergence(token, config)
+            found.loss += config.kl_coefficient * weights[t] * estimate - weight * value * token.advantage
+            found.loss -= config.entropy_coefficient * weights[t] * token.entropy
+            found.gradient[t] = config.kl_coefficient * weights[t] * slope - weight * factor * token.advantage
+            found.entropy_gradient[t] = -config.entropy_coefficient * weights[t]
             found.clipped[t] = has_left
             t += 1
+        limits = [is_limited for _, is_limited in factors]
+        limited += sum(limits) if config.mismatch_level == "token" else limits[0]
         has_up, has_down = (any(sign * token.advantage > 0 for token in unit) for sign in (1, -1))
-        rejected, limited = rejected + is_rejected, limited + is_limited
+        rejected += is_rejected
         touched, mixed = touched + any(found.clipped[first:t]), mixed + (has_up and has_down)
         one_sided += has_up and has_down and any(found.clipped[first:t])
         if not is_rejected and mean != 0 and (staleness > 0 or is_updated):
@@ -257,7 +350,9 @@ def expected_step(
     if config.reject is not None:
         found.metrics["clip/units_rejected"] = rejected / len(units)
     if config.mismatch != "off":
-        found.metrics["mismatch/limited"] = limited / len(units)
+        found.metrics["mismatch/limited"] = limited / len(tokens if config.mismatch_level == "token" else units)
+    if config.off_policy_limit is not None:
+        found.metrics["clip/off_policy_tokens"] = sum(off_policy) / len(tokens)
     if config.kl_coefficient:
         found.metrics["kl/reference"] = sum(token.policy - token.reference for token in tokens) / len(tokens)
     return found

@@ -39,7 +39,10 @@ class Batch:
 
 
 def make_batch(seed: int, *, spread: float, drop: float = 0.0) -> Batch:
-    """Up to five trajectories of up to four turns of one to five tokens; `spread` scales the log-ratios."""
+    """Up to five trajectories of up to four turns of one to five tokens; `spread` scales the log-ratios.
+
+    Probabilities are below 1, also those that rose.
+    """
     rng = np.random.default_rng(seed)
     rows = [
         (trajectory, turn, int(version))
@@ -54,7 +57,7 @@ def make_batch(seed: int, *, spread: float, drop: float = 0.0) -> Batch:
         turn_T=turn_T,
         version_T=version_T,
         keep_T=rng.random(len(rows)) >= drop,
-        policy_T=(anchor_T + spread * torch.from_numpy(rng.normal(size=len(rows)))),
+        policy_T=(anchor_T + spread * torch.from_numpy(rng.normal(size=len(rows)))).clamp(max=-1e-3),
         anchor_T=anchor_T,
         advantages_T=torch.from_numpy(rng.normal(size=len(rows))),
     )

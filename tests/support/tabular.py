@@ -35,9 +35,10 @@ class Cell:
 
 
 BASE = Cell()
+SHUFFLED = "shuffled action_values"
 SCHEMES: dict[str, dict[str, Any]] = {
-    **{name: {"scheme": name, **options} for name, options in COMPARED.items()},
-    "shuffled ecpo": {"scheme": "shuffled", "of": {"scheme": "ecpo", **COMPARED["ecpo"]}},
+    **{name: dict(section) for name, section in COMPARED.items()},
+    SHUFFLED: {"scheme": "shuffled", "of": dict(COMPARED["action_values, gamma 1"])},
 }
 
 

@@ -15,7 +15,7 @@ from agentrl.credit import CreditScheme
 from agentrl.errors import ConfigError
 from agentrl.learn.tokens import Row
 from agentrl.recipe.plugin import MayChange
-from agentrl.types import Amount, AmountOrZero, Count, Rate, Seconds, Trajectory
+from agentrl.types import Amount, AmountOrZero, Count, Need, Rate, Seconds, Trajectory
 
 if TYPE_CHECKING:
     from agentrl.policy.model import Policy
@@ -63,13 +63,15 @@ class SignalContext:
 
     scheme: CreditScheme
     """The scheme whose `requirements()` are measured."""
+    loss_needs: frozenset[Need] = frozenset()
+    """What is measured for the loss beside them (`LossConfig.needs`)."""
     config: SignalsConfig
     policy: "Policy"
     """The weights in training."""
     reference: "Policy | None"
     """The policy with which the run began. None: nothing reads it."""
     load_teacher: "Callable[[], Policy]"
-    """Called if the scheme reads a teacher's log-probabilities."""
+    """Called if the scheme or the loss reads a teacher's log-probabilities."""
     renderer: Renderer
     """Renderer of the rollouts."""
     tools: Sequence[dict[str, Any]]

@@ -40,22 +40,15 @@ def score_tokens(score: Score, tokens: TokenBatch, *, planner: Planner) -> list[
 
 def logprobs(context: SignalContext, tokens: TokenBatch, *, policy: Policy | None = None) -> list[FloatArray]:
     """Return the log-probability of every token under a policy, by default the one in training."""
-    return _passed(context, tokens, policy=policy or context.policy, index=0)
+    scored = policy or context.policy
 
-
-def entropies(context: SignalContext, tokens: TokenBatch) -> list[FloatArray]:
-    """Return the entropy of the policy in training at every token."""
-    return _passed(context, tokens, policy=context.policy, index=1)
-
-
-def _passed(context: SignalContext, tokens: TokenBatch, *, policy: Policy, index: int) -> list[FloatArray]:
     def score(micro: MicroBatch) -> Tensor:
         with context.autocast():
-            found: tuple[Tensor, Tensor] = policy(micro.inputs, micro.slot_T, micro.target_T, context.temperature)
-        return found[index]
+            found: tuple[Tensor, Tensor] = scored(micro.inputs, micro.slot_T, micro.target_T, context.temperature)
+        return found[0]
 
     device = next(context.policy.parameters()).device
-    planner = Planner.for_policy(policy, max_tokens=context.max_tokens, device=device)
+    planner = Planner.for_policy(scored, max_tokens=context.max_tokens, device=device)
     return score_tokens(score, tokens, planner=planner)
 
 

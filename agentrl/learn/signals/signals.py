@@ -1,4 +1,4 @@
-"""The signals that a run's credit scheme reads, and no others."""
+"""The signals that a run's credit scheme and its loss read, and no others."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,12 +17,12 @@ class Signals:
     """Measures trajectories before they are credited, and fits the signals that learn."""
 
     def __init__(self, context: SignalContext) -> None:
-        """Make the signals that the scheme asks for.
+        """Make the signals that the scheme and the loss ask for.
 
         Raises:
             ConfigError: if a signal cannot be measured: no such judge, a sharded policy.
         """
-        needs = context.scheme.requirements()
+        needs = context.scheme.requirements() | context.loss_needs
         self._signals = {need: make(context) for need, make in signal_classes().items() if need in needs}
 
     def begin(self) -> None:
