@@ -201,6 +201,8 @@ def tune(known: Results, cell: Job) -> Tuning:
         if beyond := [rate for rate in (best / 2, best * 2) if rate not in means]:
             return Tuning([cell._replace(rate=rate, seed=first) for rate in beyond], best, means)
         rates = [rate for rate in rates if areas[rate] > areas[best] - MARGIN]
+        if rates == [best]:
+            break
     return Tuning([], best, means)
 
 

@@ -34,6 +34,7 @@ def test_a_rate_far_behind_is_not_tried_on_further_seeds() -> None:
     first = {3e-4: 0.1, 6e-4: 0.3, 1.2e-3: 0.25}
     assert missing(first) == [(6e-4, 1), (1.2e-3, 1)]
     assert missing(first, {6e-4: 0.3, 1.2e-3: 0.4}) == [(2.4e-3, 0)]  # the best of both seeds is at the edge
+    assert missing({3e-4: 0.1, 6e-4: 0.3, 1.2e-3: 0.1}) == []
     settled = tune(tuned(first, {6e-4: 0.3, 1.2e-3: 0.2}, {6e-4: 0.3, 1.2e-3: 0.2}), CELL)
     assert (settled.missing, settled.best) == ([], 6e-4)
     assert [count for _, count in settled.means.values()] == [1, 3, 3]
