@@ -84,7 +84,7 @@ CREDITS: dict[str, dict[str, Any]] = {
         "normalize": "std",
         "gamma": 0.8,
     },
-    "action values": {"scheme": "ecpo", "gamma": 0.8, "lam": 0.5},
+    "action_values": {"scheme": "action_values", "gamma": 0.8, "lam": 0.5},
 }
 """The section `credit:`."""
 MARGIN = 0.1
@@ -241,7 +241,7 @@ def wanted(known: Results, parts: Sequence[str]) -> Iterator[Job]:
         yield from sorted(missing, key=lambda job: job.seed)
         if part == "main":
             yield from final(known, grid, SEEDS[:4])
-            yield from final(known, [cell for cell in grid if cell.credit != "action values"], SEEDS)
+            yield from final(known, [cell for cell in grid if cell.credit != "action_values"], SEEDS)
         yield from final(known, grid, SEEDS)
         if part == "stale":
             yield from final(known, [cell._replace(age=age) for age, cell in product(AGES, grid)], SEEDS)
@@ -316,7 +316,7 @@ CONTRASTS: tuple[tuple[str, str, str], ...] = (
     ("ratio", "gspo", "grpo"),
     ("ratio", "s_u = 1", "grpo"),
     ("credit", "turn_return", "uniform"),
-    ("credit", "action values", "uniform"),
+    ("credit", "action_values", "uniform"),
 )
 """Factor, level, and the level that it is compared with."""
 
