@@ -233,10 +233,10 @@ def final(known: Results, grid: Sequence[Job], seeds: Sequence[int]) -> Iterator
             yield cell._replace(rate=rate, seed=seed)
 
 
-def wanted(known: Results, parts: Sequence[str]) -> Iterator[Job]:
+def wanted(known: Results, parts: Sequence[str], envs: Sequence[str]) -> Iterator[Job]:
     """Yield the runs that can be named by now, first those that matter most."""
-    for part in parts:
-        grid = cells(part)
+    for env, part in sorted(product(envs, parts), key=lambda env_and_part: env_and_part[1] == "stale"):
+        grid = [cell for cell in cells(part) if cell.env == env]
         missing = [job for cell in grid if cell.ratio != "gspo, by length" for job in tune(known, cell).missing]
         yield from sorted(missing, key=lambda job: job.seed)
         if part == "main":
@@ -247,14 +247,14 @@ def wanted(known: Results, parts: Sequence[str]) -> Iterator[Job]:
             yield from final(known, [cell._replace(age=age) for age, cell in product(AGES, grid)], SEEDS)
 
 
-def _next_job(known: Results, parts: Sequence[str], taken: Sequence[Job], warm: Path) -> Job | None:
+def _next_job(known: Results, wanted: Iterator[Job], taken: Sequence[Job], warm: Path) -> Job | None:
     """Return the next run, rather one that does not wait for a warm-up under way."""
-    left = [job for job in wanted(known, parts) if job not in known and job not in taken]
+    left = [job for job in wanted if job not in known and job not in taken]
     waiting = {(job.env, job.seed) for job in taken if not _warm_folder(job, warm).exists()}
     return next((job for job in left if (job.env, job.seed) not in waiting), next(iter(left), None))
 
 
-def run(out: Path, *, parts: Sequence[str], num_jobs: int, pause_file: Path | None) -> int:
+def run(out: Path, *, parts: Sequence[str], envs: Sequence[str], num_jobs: int, pause_file: Path | None) -> int:
     """Make the runs that are missing; return how many failed."""
     out.parent.mkdir(parents=True, exist_ok=True)
     running: dict[Future[str], Job] = {}
@@ -265,7 +265,9 @@ def run(out: Path, *, parts: Sequence[str], num_jobs: int, pause_file: Path | No
             while pause_file is not None and pause_file.exists():
                 time.sleep(3)
             known = read_results(out)
-            while len(running) < num_jobs and (job := _next_job(known, parts, [*failed, *running.values()], warm)):
+            while len(running) < num_jobs and (
+                job := _next_job(known, wanted(known, parts, envs), [*failed, *running.values()], warm)
+            ):
                 running[pool.submit(train_one, job, out, warm)] = job
             if not running:
                 return len(failed)
@@ -418,7 +420,8 @@ def tell_effects(known: Results, limits: dict[str, float]) -> None:
         factor, level, base = contrast
         pairs = pairs_of(*contrast)
         ends = differences(known, pairs, at_the_end)
-        in_each = [f"{env} {mean_and_error(differences(known, pairs_of(*contrast, [env]), area))}" for env in ENVS]
+        by_env = {env: differences(known, pairs_of(*contrast, [env]), area) for env in ENVS}
+        in_each = [f"{env} {mean_and_error(values)}" for env, values in by_env.items() if values]
         strata = [[event_times(known, cell, limits) for cell in pair] for pair in pairs]
         print(
             f"- {factor}, {level} less {base}, {len(areas)} pairs: area {mean_and_error(areas)}, p {sign_flip_p(areas):.2g}, "
@@ -483,6 +486,7 @@ def main() -> None:
     runs.add_argument("--pause-file", type=Path, help="no run begins while this file exists")
     parts = ["main", "by_length", "stale"]
     runs.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    runs.add_argument("--envs", nargs="+", choices=ENVS, default=ENVS)
     tells = commands.add_parser("tell")
     tells.add_argument("--out", type=Path, required=True, help="results of `run`")
     tells.add_argument("--plot", type=Path, help="draw the curves")
@@ -494,7 +498,10 @@ def main() -> None:
             plot(known, options.plot)
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    sys.exit(run(options.out, parts=options.parts, num_jobs=options.jobs, pause_file=options.pause_file) > 0)
+    failures = run(
+        options.out, parts=options.parts, envs=options.envs, num_jobs=options.jobs, pause_file=options.pause_file
+    )
+    sys.exit(failures > 0)
 
 
 if __name__ == "__main__":
