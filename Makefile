@@ -50,10 +50,8 @@ check: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/build.py
 
-# The schema and the types by which editors complete recipes, the page of algorithms (tests keep them up to date), and the page of
-# all fields (not committed).
+# The schema and the types by which editors complete recipes (tests keep them up to date), and the page of all fields (not committed).
 fields: $(VENV)/installed-dev
-	$(BIN)/agentrl algorithms --markdown > docs/algorithms.md
 	$(BIN)/agentrl fields --markdown > docs/fields.md
 	$(BIN)/agentrl fields --json-schema > docs/recipe.schema.json
 	$(BIN)/agentrl fields --types > agentrl/recipe/sections.pyi

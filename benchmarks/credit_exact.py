@@ -1,6 +1,6 @@
 """How much of the exact advantage each credit scheme recovers, on a decision process small enough to enumerate.
 
-    python benchmarks/credit_exact.py [--seeds 0 1 2 3 4] [--amps 0 1] [--plot PATH.svg]
+    python benchmarks/credit_exact.py [--seeds 0 1 2 3 4] [--amps 0 1] [--rows ROW ...] [--plot PATH.svg]
 
 KeyDoor-Distractor: a key room (take: .4, the key with .9), a corridor with up to two loops (.35 each), three rooms whose
 collecting (.5) pays mu +- AMP with mu = 0, 0, .1, and a door (open: .6) that pays 1 with .95 if the key is held. The
@@ -38,6 +38,7 @@ import numpy.typing as npt
 
 from agentrl import Need, StopReason, Trajectory, TrajectoryGroup, Turn, assign_credit, load_credit
 from agentrl.recipe.registry import names
+from agentrl_credit.triage import ROLES
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -53,9 +54,22 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "group_gae, lam .5": {"scheme": "group_gae", "lam": 0.5},
     "action_values, lam 1": {"scheme": "action_values", "gamma": 1.0, "lam": 1.0},
     "action_values, lam .5": {"scheme": "action_values", "gamma": 1.0, "lam": 0.5},
-    "action_values, gamma .8, lam .5": {"scheme": "action_values"},
+    "action_values, gamma .8, lam .5": {"scheme": "action_values", "gamma": 0.8, "lam": 0.5},
     "action_values, lam 0": {"scheme": "action_values", "gamma": 1.0, "lam": 0.0},
     "ecpo": {"scheme": "ecpo", "gamma": 1.0},
+    "crbc": {"scheme": "crbc"},
+    "crbc, values alone": {
+        "scheme": "crbc",
+        "gamma": 1.0,
+        "episode_weight": 0.0,
+        "step_weight": 1.0,
+        "normalize": "none",
+    },
+    "g2po": {"scheme": "g2po"},
+    "g2po, gamma 1, means alone": {"scheme": "g2po", "gamma": 1.0, "normalize": "none"},
+    "graphgpo": {"scheme": "graphgpo"},
+    "judge, right in 4 of 5": {"scheme": "judge"},
+    "triage, right in 4 of 5": {"scheme": "triage"},
     "redistribute": {"scheme": "redistribute"},
     "redistribute, group_gae": {"scheme": "redistribute", "then": {"scheme": "group_gae", "lam": 0.0}},
     "tree": {"scheme": "tree"},
@@ -63,7 +77,9 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "exact values": {"scheme": "turn_gae", "lam": 0.0},
 }
 """Rows of the table: a display name and what a recipe has under `credit:`."""
-NEED_A_MODEL = ("distill", "info_gain", "judge")
+NEED_A_MODEL = ("distill", "info_gain")
+ACCURACY = 0.8
+"""Share of turns in which the simulated judge names the right role; otherwise it is one of the other three by chance."""
 
 FIRST, SECOND = 0, 1
 DECISIONS = {
@@ -193,7 +209,14 @@ class Measured:
 
 def sample(process: KeyDoor, *, seed: int, num_groups: int, group_size: int, num_branches: int) -> Batch:
     # Rollouts that are forked have random numbers of their own, so that the trajectories are the same without them.
-    rng, fork_rng = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
+    rng, fork_rng, judge_rng = (np.random.default_rng([seed, n]) for n in range(3))
+
+    def score(step: Step) -> float:
+        exact = float(process.advantages_SA[STATES.index(step.state), step.action])
+        role = "progress" if exact > 0 else "regression" if exact < 0 else "infrastructure"
+        if judge_rng.random() < ACCURACY:
+            return ROLES[role]
+        return ROLES[judge_rng.choice([other for other in ROLES if other != role])]
 
     def turn(step: Step) -> Turn:
         first, second, p = DECISIONS[step.state.place]
@@ -207,7 +230,7 @@ def sample(process: KeyDoor, *, seed: int, num_groups: int, group_size: int, num
             state_key=step.state.label(),
             next_state_key=None if step.following is None else step.following.label(),
             action_key=first if step.action == FIRST else second,
-            signals={"values": (process.values[step.state],)},
+            signals={"values": (process.values[step.state],), "turn_scores": score(step)},
             branch_rewards=tuple(tuple(s.reward for s in fork) for fork in forks) if forks else None,
         )
 
@@ -345,11 +368,13 @@ def main() -> None:
     parser.add_argument(
         "--aliased", nargs="*", choices=SCHEMES, metavar="ROW", default=["group_gae, lam 0"], help=helped
     )
+    parser.add_argument("--rows", nargs="+", choices=SCHEMES, metavar="ROW", default=[*SCHEMES], help="rows to measure")
     parser.add_argument("--plot", type=Path, help="an SVG or PNG file; needs matplotlib")
     options = parser.parse_args()
     begin = time.perf_counter()
     chosen = {}
-    for name, recipe in SCHEMES.items():
+    for name in options.rows:
+        recipe = SCHEMES[name]
         if recipe["scheme"] not in names("agentrl.credit"):
             print(f"skipped: {name} ({recipe['scheme']!r} is not installed)")
             continue

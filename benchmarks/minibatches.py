@@ -90,7 +90,7 @@ class VariantLearner(Learner):
         self._variant, self._drawing_seed = variant, seed
 
     def draw(
-        self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int
+        self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int, epoch: int = 0
     ) -> list[CreditedMinibatch]:
         trained = [
             (number, trajectory, credit)

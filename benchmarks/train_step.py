@@ -3,6 +3,7 @@
     pip install 'trl==1.16.*'
     python -m benchmarks.train_step [--rows shared_75 tools ...] [--repeats 5] [--quick]
         [--devices cpu cuda] [--batch_size 8] [--max_tokens 0] [--gradient_checkpointing]
+    python -m benchmarks.train_step --bound 0.02 [--rows shared_75] [--repeats 5] [--quick]    cost of train.target_kl
 
 Each side lives in a process of its own and the two take turns, step by step; times are medians. A step is forward and
 backward passes over all trajectories, gradient norm, and AdamW. TRL's is its own training loop, from `on_step_begin` to
@@ -17,6 +18,9 @@ gradient and the passes take.
 A pass holds eight rows of TRL's, its default (`batch_size`), and one group of ours, each shared token once
 (`max_tokens`). Gradient checkpointing, which TRL turns on by default, is off unless asked for: it saves memory and costs
 time. The model is a small Qwen3 (hidden 256, 4 layers) with random weights, or one of a published size.
+
+`--bound` compares agentrl with itself, without and with `train.target_kl`: whole updates, of one and of four minibatches,
+whose tokens are fresh or stale.
 """
 
 import argparse
@@ -52,9 +56,11 @@ from agentrl.policy.layout import choose_layout
 from agentrl.policy.layout.tree import plan_tree
 from agentrl.policy.model import Policy
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
+from benchmarks.result_lines import fields_block
 from tests.support.qwen3 import config_of
 
-CLIP_LOW, CLIP_HIGH, LEARNING_RATE, NO_CLIPPING = 3e-4, 4e-4, 1e-6, 1e9
+LOSS: dict[str, Any] = {"algorithm": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4}
+TRAIN: dict[str, Any] = {"num_minibatches": 1, "learning_rate": 1e-6, "max_grad_norm": 1e9, "target_kl": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +120,12 @@ class Task:
     """Tokens of a pass of ours."""
     gradient_checkpointing: bool
     folder: Path
+    loss: dict[str, Any]
+    """Loss of the recipe."""
+    train: dict[str, Any]
+    """What `train` of the recipe has beside the defaults."""
+    version: int = 0
+    """Version of the policy before each step. The tokens' is 0."""
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -202,9 +214,9 @@ class TimedLearner(Learner):
 
     planning_s = 0.0
 
-    def plan(self, minibatch: CreditedMinibatch) -> list[TrainingPass]:
+    def plan(self, minibatch: CreditedMinibatch, *, share: float | None = None) -> list[TrainingPass]:
         begin = time.perf_counter()
-        plan = super().plan(minibatch)
+        plan = super().plan(minibatch, share=share)
         self.planning_s += time.perf_counter() - begin
         return plan
 
@@ -216,15 +228,10 @@ def agentrl_side(task: Task, pipe: Connection) -> None:
     layout, message = choose_layout(model.to(accelerator.device), "auto")
     if message:
         print(message)
-    config = TrainConfig(
-        num_minibatches=1,
-        max_tokens_per_micro_batch=task.max_tokens,
-        learning_rate=LEARNING_RATE,
-        max_grad_norm=NO_CLIPPING,
-    )
+    config = TrainConfig(max_tokens_per_micro_batch=task.max_tokens, **task.train)
     learner = TimedLearner(
         PolicyState(Policy(model, layout=layout), accelerator=accelerator, config=config),
-        loss=LossConfig(trust="fixed", clip_low=CLIP_LOW, clip_high=CLIP_HIGH),
+        loss=LossConfig.model_validate(task.loss),
         config=config,
         temperature=1.0,
         seed=0,
@@ -238,7 +245,7 @@ def agentrl_side(task: Task, pipe: Connection) -> None:
     for _ in range(task.steps):
         meter.start()
         learner.planning_s = 0.0
-        metrics = learner.update(task.groups, credits, version=0)
+        metrics = learner.update(task.groups, credits, version=task.version)
         meter.stop(loss=metrics["loss"], planning_s=learner.planning_s, clipped=metrics["clip/units"])
     meter.close()
 
@@ -276,16 +283,16 @@ def trl_side(task: Task, pipe: Connection) -> None:
         importance_sampling_level="sequence",
         loss_type="grpo",
         beta=0.0,
-        epsilon=CLIP_LOW,
-        epsilon_high=CLIP_HIGH,
+        epsilon=LOSS["clip_low"],
+        epsilon_high=LOSS["clip_high"],
         num_generations=task.row.group_size,
         per_device_train_batch_size=task.batch_size,
         gradient_accumulation_steps=num // task.batch_size,
         gradient_checkpointing=task.gradient_checkpointing,
         max_steps=task.steps,
-        learning_rate=LEARNING_RATE,
+        learning_rate=TRAIN["learning_rate"],
         lr_scheduler_type="constant",
-        max_grad_norm=NO_CLIPPING,
+        max_grad_norm=TRAIN["max_grad_norm"],
         report_to="none",
         logging_strategy="no",
         save_strategy="no",
@@ -377,12 +384,14 @@ def resident_mib(field: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
-def measure(task: Task) -> dict[str, Any]:
-    """Let the two sides take turns; return what they show."""
-    sides: dict[str, Callable[[Task, Connection], None]] = {"trl": trl_side, "agentrl": agentrl_side}
+Side = Callable[[Task, Connection], None]
+
+
+def take_turns(sides: dict[str, tuple[Side, Task]]) -> tuple[dict[str, list[dict[str, float]]], dict[str, float]]:
+    """Let sides take turns, step by step; return the figures of each step, and each side's peak of memory in MiB."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     pipes, processes = {}, []
-    for name, side in sides.items():
+    for name, (side, task) in sides.items():
         pipes[name], theirs = get_context("spawn").Pipe()
         processes.append(get_context("spawn").Process(target=side, args=(task, theirs), daemon=True))
         processes[-1].start()
@@ -391,10 +400,18 @@ def measure(task: Task) -> dict[str, Any]:
         for name, pipe in pipes.items():
             pipe.send(None)
             found[name].append(pipe.recv())
-    moments_mib = sum(2 * parameter.nbytes for parameter in make_model(task.row).parameters()) / 2**20
-    peak_mib = {name: pipe.recv() - moments_mib for name, pipe in pipes.items()}
+    peak_mib = {name: pipe.recv() for name, pipe in pipes.items()}
     for process in processes:
         process.join()
+    return found, peak_mib
+
+
+def measure(task: Task) -> dict[str, Any]:
+    """Compare agentrl with TRL."""
+    sides: dict[str, tuple[Side, Task]] = {"trl": (trl_side, task), "agentrl": (agentrl_side, task)}
+    found, peaks = take_turns(sides)
+    moments_mib = sum(2 * parameter.nbytes for parameter in make_model(task.row).parameters()) / 2**20
+    peak_mib = {name: peak - moments_mib for name, peak in peaks.items()}
     trl_grad, agentrl_grad = (np.fromfile(task.folder / name, dtype=np.float32) for name in sides)
     (trl, agentrl), timed = [steps[0] for steps in found.values()], {name: steps[1:] for name, steps in found.items()}
     seconds, cpu_s = ({n: median(step[key] for step in timed[n]) for n in sides} for key in ("seconds", "cpu_s"))
@@ -412,7 +429,35 @@ def measure(task: Task) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+BOUND_CASES = {"1 minibatch, fresh": (1, 0), "4 minibatches, fresh": (4, 0), "4 minibatches, stale": (4, 1)}
+"""Minibatches, and version of the policy, of each comparison of a bound."""
+
+
+def measure_bound(task: Task, bound: float) -> list[dict[str, Any]]:
+    """Compare updates without and with a bound on their divergence; print a row for each case."""
+    print(f"{'case':>22} {'without, s':>10} {'with, s':>8} {'more':>6} {'processor':>9} {'MiB':>6} {'with':>6}")
+    rows = []
+    for name, (num_minibatches, version) in BOUND_CASES.items():
+        train = task.train | {"num_minibatches": num_minibatches}
+        sides: dict[str, tuple[Side, Task]] = {
+            str(target): (agentrl_side, replace(task, train=train | {"target_kl": target}, version=version))
+            for target in (None, bound)
+        }
+        found, peak_mib = take_turns(sides)
+        (free, bounded), (free_cpu, bounded_cpu) = (
+            [median(step[key] for step in steps[1:]) for steps in found.values()] for key in ("seconds", "cpu_s")
+        )
+        rows.append({"case": name, "seconds": [free, bounded], "cpu_s": [free_cpu, bounded_cpu]})
+        rows[-1]["peak_mib"] = list(peak_mib.values())
+        print(
+            f"{name:>22} {free:>10.2f} {bounded:>8.2f} {bounded / free - 1:>6.1%} {bounded_cpu / free_cpu - 1:>9.1%}"
+            f" {rows[-1]['peak_mib'][0]:>6.0f} {rows[-1]['peak_mib'][1]:>6.0f}",
+            flush=True,
+        )
+    return rows
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--rows", nargs="+", choices=list(ROWS), default=[name for name, row in ROWS.items() if row.size is None]
@@ -424,37 +469,52 @@ def main() -> None:
     parser.add_argument("--max_tokens", type=int, default=0, help="0: those of the largest group")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="TRL's, as by default")
     parser.add_argument("--quick", action="store_true", help="one small row, to see that it works")
-    options = parser.parse_args()
-    try:
-        import_module("trl")
-    except ImportError as error:
-        raise SystemExit("TRL is what agentrl is compared with: pip install 'trl==1.16.*'") from error
+    parser.add_argument("--bound", type=float, help="measure the cost of this train.target_kl, in place of TRL")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
+    if options.bound is None:
+        try:
+            import_module("trl")
+        except ImportError as error:
+            raise SystemExit("TRL is what agentrl is compared with: pip install 'trl==1.16.*'") from error
     # For the sides: TRL reports its use otherwise, and transformers that it took the tokenizer's special tokens.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     rows = QUICK if options.quick else {name: ROWS[name] for name in options.rows}
-    figures = []
-    print(
+    figures: list[Any] = []
+    trained: list[dict[str, Any]] = []
+    header = (
         f"{'row':>16} {'device':>6} {'loss gap':>8} {'gradient':>8} {'TRL s':>7} {'agentrl':>7} {'faster':>6} {'(aim)':>6}"
         f" {'TRL MiB':>7} {'agentrl':>7} {'leaner':>6} {'(aim)':>6} {'planning':>8}"
     )
+    print(header if options.bound is None else f"cost of train.target_kl: {options.bound}")
     for device in options.devices:
         for name, row in rows.items():
             groups, advantages = make_groups(row)
             trees = [plan_tree([row.ids_L for t in group.trajectories for row in rows_of(t.turns)]) for group in groups]
             with tempfile.TemporaryDirectory() as folder:
-                found = measure(
-                    Task(
-                        row=row,
-                        groups=groups,
-                        advantages=advantages,
-                        device=device,
-                        steps=1 + options.repeats,
-                        batch_size=options.batch_size,
-                        max_tokens=options.max_tokens or max(tree.num_tokens for tree in trees),
-                        gradient_checkpointing=options.gradient_checkpointing,
-                        folder=Path(folder),
-                    )
+                task = Task(
+                    row=row,
+                    groups=groups,
+                    advantages=advantages,
+                    device=device,
+                    steps=1 + options.repeats,
+                    batch_size=options.batch_size,
+                    max_tokens=options.max_tokens or max(tree.num_tokens for tree in trees),
+                    gradient_checkpointing=options.gradient_checkpointing,
+                    folder=Path(folder),
+                    loss=LOSS,
+                    train=TRAIN,
                 )
+                train = TRAIN | {"max_tokens_per_micro_batch": task.max_tokens, "target_kl": options.bound}
+                if train not in trained:
+                    trained.append(train)
+                if options.bound is not None:
+                    figures += measure_bound(task, options.bound)
+                    continue
+                found = measure(task)
             print(
                 f"{name:>16} {device:>6} {found['loss_gap']:>8.0e} {found['gradient_gap']:>8.0e}"
                 f" {found['seconds']['trl']:>7.2f} {found['seconds']['agentrl']:>7.2f}"
@@ -467,6 +527,8 @@ def main() -> None:
             assert found["gradient_gap"] < bound, f"the gradients differ by {found['gradient_gap']:.1e} of their norm"
             figures.append({"name": name, "device": device, "row": asdict(row), **found})
     print(json.dumps(figures))
+    for train in trained:
+        print(fields_block({"loss": LOSS, "train": train}, sections=["loss", "train"]))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from agentrl.api.training import summary
 from agentrl.cli import main
+from agentrl.cli.entry import exits
+from agentrl.cli.serve import log_end
 from agentrl.errors import ConfigError
 from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
@@ -460,8 +464,12 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     }
 
     assert unsolved == ""  # no episode came to its end, and told success
+    progress = ["making a model and its tokenizer ...", "starting the engine (auto) ..."]
+    progress += ["proving which layout of rows is exact ...", "proving that engine and trainer agree ..."]
+    progress += ["playing 4 evaluation tasks ..."]
+    assert out.splitlines()[: len(progress)] == progress
     status, out, err = agentrl("eval", "run", "--json")
-    assert (status, err) == (0, "")
+    assert (status, err.splitlines()) == (0, progress)
     [evaluation], kept = json.loads(out)["evaluations"], json.loads(out)["rollouts"]
     low, high = evaluation["intervals"]["reward"]
     assert low <= evaluation["metrics"]["reward"] == rows[2]["eval/reward"] <= high
@@ -514,6 +522,8 @@ class Interrupting:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupting)
 from agentrl.cli import main
+from agentrl.cli.entry import exits
+from agentrl.cli.serve import log_end
 main(["fields"])
 """
 
@@ -712,3 +722,31 @@ def test_a_server_is_started_whatever_attention_trains_with(tmp_path: Path, monk
     with pytest.raises(SystemExit):
         main(["serve", str(path)])
     assert (built[0].model.attention, built[0].train.layout) == (None, "padded")
+
+
+@each("allocate", [lambda: torch.empty(2**55), lambda: bytearray(2**62), lambda: np.empty(2**55)])
+def test_memory_that_is_used_up_is_one_line_with_what_to_lower(
+    allocate: Callable[[], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    with pytest.raises(SystemExit) as end, exits(tmp_path):
+        allocate()
+    [line] = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert line.startswith("agentrl: out of memory (")
+    assert "Lower train.max_tokens_per_micro_batch, engine.max_batch_size or rollout.max_live_episodes" in line
+    assert line.endswith(f"resume with `agentrl train {tmp_path}`")
+
+
+def test_other_errors_of_torch_keep_their_traceback(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="must match"), exits(tmp_path):
+        torch.zeros(2) + torch.zeros(3)
+
+
+def test_the_end_of_a_servers_log_is_what_ended_it(tmp_path: Path) -> None:
+    lines = ["INFO up", "(EngineCore pid=1) ERROR 11-28 [core.py:9] IndexError: index out of range in self"]
+    lines += ["INFO down"] * 400 + ["nanobind: leaked 4 instances!", ' - leaked type "a"']
+    (tmp_path / "server.log").write_text("\n".join(lines))
+    first, *rest = log_end(tmp_path / "server.log").splitlines()
+    assert first == lines[1]
+    assert rest[-1] == "INFO down"

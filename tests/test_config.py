@@ -242,7 +242,7 @@ def test_every_mistake_has_a_line_of_its_own(file: Path) -> None:
         (
             "loss: {mismatch: mask}",
             "loss.mismatch: mask corrects what anchor: behavior has in its ratio already; set anchor: recomputed "
-            "or sampled, or mismatch: off",
+            "or sampled, or mismatch: 'off'",
         ),
         (
             "loss: {trust: kernel, kernel: {positive: [30, 0.1]}}",
@@ -323,7 +323,7 @@ def test_mistakes_in_credit_are_found_when_the_recipe_is_read(text: str, words: 
         (["--model.local.hidden_size", "32"], "model.local.hidden_size", 32),
         (["--train.learning_rate", "1e-5"], "train.learning_rate", 1e-5),
         (["--engine.lockstep", "true"], "engine.lockstep", True),
-        (["--engine.lockstep=no"], "engine.lockstep", False),
+        (["--engine.lockstep=false"], "engine.lockstep", False),
         (["--train.betas", "[0.8, 0.9]"], "train.betas", (0.8, 0.9)),
         (["--evaluation.pass_at", "1,4"], "evaluation.pass_at", (1, 4)),
         (["--evaluation.pass_at", "1", "--evaluation.pass_at", "2"], "evaluation.pass_at", (1, 2)),
@@ -339,7 +339,7 @@ def test_mistakes_in_credit_are_found_when_the_recipe_is_read(text: str, words: 
         (["--credit.gamma=.5"], "credit.gamma", 0.5),
         (["--credit.leave_one_out", "false"], "credit.leave_one_out", False),
         (["--env.options.num_operations", "3"], "env.options.num_operations", 3),
-        (["--env.options.turn_rewards=no"], "env.options.turn_rewards", False),
+        (["--env.options.turn_rewards=false"], "env.options.turn_rewards", False),
         (["--env.options.seed_words", "[a, b]"], "env.options.seed_words", ["a", "b"]),
         (["--env.options.limits.low", "null"], "env.options.limits", {"low": None}),
         (["--env.options.day", "2020-01-01"], "env.options.day", "2020-01-01"),
@@ -566,6 +566,8 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path: Path) -> None:
         ("0b11", "'0b11' is 3 in YAML 1.1 and something else in 1.2; write 3, or '0b11' in quotes"),
         ("1_0.5", "'1_0.5' is 10.5 in YAML 1.1 and something else in 1.2; write 10.5, or '1_0.5' in quotes"),
         ("1_0e2", "'1_0e2' is 1000.0 in YAML 1.1 and something else in 1.2; write 1000.0, or '1_0e2' in quotes"),
+        ("off", "'off' is false in YAML 1.1 and something else in 1.2; write false, or 'off' in quotes"),
+        ("Yes", "'Yes' is true in YAML 1.1 and something else in 1.2; write true, or 'Yes' in quotes"),
     ],
 )
 def test_what_two_versions_of_yaml_read_differently_is_refused(text: str, words: str, file: Path) -> None:
@@ -573,11 +575,11 @@ def test_what_two_versions_of_yaml_read_differently_is_refused(text: str, words:
     assert told == f"the recipe {file} is not valid YAML: {words} (line 2, column 10)"
 
 
-def test_numbers_that_all_versions_of_yaml_read_alike_are_read() -> None:
-    text = "[0, -7, +7, 0x1f, 1.5, .5, 1e-3, 1.e+3, .inf, '010', '1_0', 09]"
+def test_values_that_all_versions_of_yaml_read_alike_are_read() -> None:
+    text = "[0, -7, +7, 0x1f, 1.5, .5, 1e-3, 1.e+3, .inf, '010', '1_0', 09, true, False, 'off', y]"
     inf = float("inf")
     read = parse_yaml(text, where="it")
-    assert read == [0, -7, 7, 31, 1.5, 0.5, 1e-3, 1000.0, inf, "010", "1_0", "09"]
+    assert read == [0, -7, 7, 31, 1.5, 0.5, 1e-3, 1000.0, inf, "010", "1_0", "09", True, False, "off", "y"]
     assert parse_yaml(dump_yaml(read), where="it") == read
 
 

@@ -292,13 +292,20 @@ def test_a_model_is_counted_once_for_all_plans_of_it(tmp_path: Path) -> None:
     assert sizes.kept.cache_info().misses == 2  # with checkpointing and without: the other remedies keep what is kept
 
 
+@pytest.mark.parametrize(("memory", "is_there"), [(0, True), (80 * GB, False)])
+def test_weights_before_an_update_are_in_the_hosts_memory(memory: int, is_there: bool) -> None:
+    free, bounded = (load_recipe(None, ["--train.target_kl", target]) for target in ("null", "0.02"))
+    needed = [plan_memory(each, gpus=1, memory=memory)[0].total for each in (free, bounded)]
+    assert (needed[1] > needed[0]) == is_there
+
+
 @pytest.mark.process
 def test_what_does_not_fit_is_refused_with_the_fields_that_help(tmp_path: Path) -> None:
     model = ["--model.name_or_path", str(folder_of("8B", tmp_path))]
     command = Command("plan", EXAMPLES / "qwen3-8b.yaml", *model, "--gpus", 4)
     err = command.wait()
     assert command.returncode == 2
-    assert "a training process needs 99.8 GB, and a GPU has 80. What helps, each by itself: train.target_kl: null" in (
+    assert "a training process needs 83.4 GB, and a GPU has 80. What helps, each by itself: model.lora: {}" in (
         " ".join(err.split())
     )
     given = load_recipe(EXAMPLES / "qwen3-8b.yaml", [*model, "--train.gradient_checkpointing", "false"])

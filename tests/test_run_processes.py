@@ -86,7 +86,7 @@ def test_two_processes_begin_as_one_and_resume_bit_for_bit_after_a_kill(tmp_path
     assert process.returncode == 1
     *before, last = errors.splitlines()
     if not last.startswith(
-        "agentrl: process 1 of 2 ended with SIGKILL, and the run with it; resume"
+        "agentrl: process 1 of 2 ended with SIGKILL (perhaps for its memory), and the run with it; resume"
     ):  # process 0 was quicker
         assert any(line.startswith("agentrl, process 0 of 2: process 1 of 2 has ended") for line in before)
         assert last.startswith("agentrl: process 0 of 2 ended with exit status 1, and the run with it; resume")

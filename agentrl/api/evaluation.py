@@ -20,7 +20,7 @@ from agentrl.recipe.config import Recipe
 from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.report.records import pieces_of, records
 from agentrl.report.statistics import settings_of
-from agentrl.report.terminal import Console
+from agentrl.report.terminal import Console, announce
 from agentrl.rollout.evaluation import Evaluation
 from agentrl.run.build import build
 from agentrl.run.checkpoint import load_weights
@@ -91,11 +91,13 @@ def evaluated(
         warn(words)
     with build(untrained(recipe), tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
         step = load_weights(parts, folder) if folder else 0
+        announce("proving that engine and trainer agree")
         parts.weight_sync.verify_and_push(0)
         reuse_environments(parts)
         if first:
             envs = tuple(replace(env, tasks=replace(env.tasks, first=first)) for env in parts.evaluation_envs)
             parts = replace(parts, evaluation_envs=envs)
+        announce(f"playing {recipe.evaluation.num_tasks} evaluation tasks")
         found = evaluate_parts(parts)
         if folder is None or not keep:
             return found, None

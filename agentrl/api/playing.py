@@ -15,6 +15,7 @@ from agentrl.api.target import load_to_play, look_for_modules_here, sections, wi
 from agentrl.data.files import keep_process
 from agentrl.data.plain import abbreviated, line_of, plain_data, printable
 from agentrl.env import MessageEnv, as_message, base_env, close_env, describe
+from agentrl.env.endpoint import ApiKey
 from agentrl.env.message_env import is_message
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.recipe.config import load_recipe
@@ -129,7 +130,7 @@ def play(
         return _played_here(env, model, seed=seed, max_turns=max_turns, temperature=temperature)
     if env is None or not isinstance(model, str):
         raise ConfigError("play: with an endpoint, name an environment, and the model as the endpoint knows it")
-    policy = _endpoint_policy(endpoint, model, temperature=temperature, key=os.environ.get(api_key_env))
+    policy = _endpoint_policy(endpoint, model, temperature=temperature, key=ApiKey(api_key_env))
     config = load_recipe({}, changes=sections({"env": env})).env
     with environment_failures():
         made = config.make()
@@ -169,27 +170,27 @@ def _played_here(
     )
 
 
-def _endpoint_policy(url: str, model: str, *, temperature: float, key: str | None) -> Policy:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+def _endpoint_policy(url: str, model: str, *, temperature: float, key: ApiKey) -> Policy:
 
     def policy(env: MessageEnv, messages: Sequence[Message], rng: np.random.Generator) -> Message:  # noqa: ARG001
         body: dict[str, Any] = {"model": model, "messages": list(map(_sent, messages)), "temperature": temperature}
         if env.tools:
             body["tools"] = list(env.tools)
         try:
-            response = httpx2.post(f"{url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=120.0)
+            response = httpx2.post(f"{url.rstrip('/')}/chat/completions", json=body, headers=key.headers, timeout=120.0)
         except (httpx2.RequestError, httpx2.InvalidURL) as error:
             raise EnvironmentFailure(f"{url} does not answer: {line_of(error)}") from error
+        text = key.removed_from(response.text)
         if response.status_code != 200:
-            raise EnvironmentFailure(f"{url} refused the request: HTTP {response.status_code}: {response.text[:300]}")
+            raise EnvironmentFailure(f"{url} refused the request: HTTP {response.status_code}: {text[:300]}")
         try:
-            message = plain_data(response.json()["choices"][0]["message"])
+            message = plain_data(json.loads(text)["choices"][0]["message"])
             said: Message = {"role": "assistant", "content": message.get("content") or ""}
             said |= {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
             if not is_message(said):
                 raise ValueError("it is no message")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise EnvironmentFailure(f"{url}: no chat completion: {abbreviated(response.text)}") from error
+            raise EnvironmentFailure(f"{url}: no chat completion: {abbreviated(text)}") from error
         return said
 
     return policy

@@ -41,6 +41,8 @@ class Shape:
     later: frozenset[str] = _SETTING
     """Those of these roles whose messages stay in their place once the dialogue has begun. Some families move them to
     the beginning or leave them out: their text opens the next user message."""
+    loose_results: bool = True
+    """A tool's result may follow a turn without a call, as after a malformed one. False: the user says it."""
 
 
 def placed(messages: Sequence[Message], shape: Shape, *, has_begun: bool = False) -> list[Message]:
@@ -53,6 +55,7 @@ def placed(messages: Sequence[Message], shape: Shape, *, has_begun: bool = False
     """
     said: list[Message] = []
     held: list[str] = []
+    has_call = True
 
     def let_the_user_say() -> None:
         if held:
@@ -73,6 +76,9 @@ def placed(messages: Sequence[Message], shape: Shape, *, has_begun: bool = False
             held.clear()
         elif role == "assistant":
             let_the_user_say()
+            has_call = any(map(_is_regular, message.get("tool_calls") or ()))
+        elif role == "tool" and not (has_call or shape.loose_results):
+            role = "user"
         said.append({**message, "role": role, "content": text})
     let_the_user_say()
     return said
@@ -191,6 +197,9 @@ class ChatTemplate:
         if not self._holds(calls, shape) and self._holds(calls, replace(shape, text_arguments=True)):
             shape = replace(shape, text_arguments=True)
         call["function"] = {"name": "look", "arguments": {"n": 1}}
+        result: Message = {**probe, "role": "tool", "name": "look", "tool_call_id": "call00000"}
+        if not self._holds([USER, says("Yes."), result], shape) and self._holds([*calls, result], shape):
+            shape = replace(shape, loose_results=False)
         thought = {"role": "assistant", "reasoning_content": PROBE}
         for key in ("reasoning_content", "thinking", "reasoning", None):
             shape = replace(shape, thought_key=key)

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def _advise(options: argparse.Namespace, _: list[str]) -> None:
             f"{options.target} has no rollouts of usable episodes (report.rollouts_every says how often they are written)"
         )
     tasks = read_map()
-    found = advise(shown, tasks, shipped=_shipped({t.env_id for group in groups for t in group.trajectories}))
+    found = advise(shown, tasks, shipped=_shipped(options.target))
     table = Table(title=f"{len(groups)} groups of {options.target}", title_justify="left", show_header=False, box=None)
     table.add_row("turns of an episode", f"{shown.turns:.1f}")
     table.add_row("usable episodes of a group", f"{shown.group_size:.1f}")
@@ -113,16 +113,16 @@ def _advise(options: argparse.Namespace, _: list[str]) -> None:
     console.print(found.why[0].upper() + found.why[1:])
 
 
-def _shipped(env_ids: Collection[str]) -> Mapping[str, Any] | None:
-    """Return the section `credit` of the recipe that comes along for an environment. None: there is none."""
+def _shipped(target: Path) -> Mapping[str, Any] | None:
+    """Return the section `credit` of the recipe that comes along for a run's environment. None: there is none."""
     from agentrl.api.target import load
+    from agentrl.report.terminal import run_of
 
-    if len(env_ids) != 1:
-        return None
     with suppress(ConfigError):
-        [env_id] = env_ids
-        recipe, run_dir = load(env_id)
-        return recipe.credit if run_dir is None and recipe.env.id == env_id else None
+        if (run := run_of(target)) is not None:
+            env_id = load(run)[0].env.id
+            recipe, run_dir = load(env_id)
+            return recipe.credit if run_dir is None and recipe.env.id == env_id else None
     return None
 
 

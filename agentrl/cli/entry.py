@@ -15,6 +15,7 @@ from typing import TextIO
 
 from agentrl.cli.commands import make_parser, rank, world_size
 from agentrl.data.files import absolute, keep_process, shown
+from agentrl.data.plain import line_of
 from agentrl.errors import AgentRLError, ConfigError, UserError
 from agentrl.report.terminal import Console
 from agentrl.run import launch
@@ -24,7 +25,7 @@ _FAILURE, _INTERRUPTED = 1, 130
 
 @contextmanager
 def exits(run_dir: Path | None = None) -> Iterator[None]:
-    """End a command with 2 for what the user can mend (a mistake, a full disk), 1 for failures, 130 where it is interrupted.
+    """End a command with 2 for what the user can mend (a mistake, a full disk or memory), 1 for failures, 130 if interrupted.
 
     Args:
         run_dir: of the run under way: if it has begun, the command that resumes it is printed. None: there is no run.
@@ -41,10 +42,14 @@ def exits(run_dir: Path | None = None) -> Iterator[None]:
     except AgentRLError as error:
         console.print(f"{name}: {shown(error)}", style="red")
         sys.exit(_FAILURE)
-    except OSError as error:
+    except (OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError) and _is_unread(output):
             sys.exit(_FAILURE)
-        if not (words := _disk_words(error, resume_command=_resume_command(run_dir))):
+        resume_command = _resume_command(run_dir)
+        words = _memory_words(error, resume_command=resume_command)
+        if words is None and isinstance(error, OSError):
+            words = _disk_words(error, resume_command=resume_command)
+        if words is None:
             raise
         console.print(f"{name}: {shown(words)}", style="red")
         sys.exit(launch.USER_MISTAKE)
@@ -96,6 +101,23 @@ def _disk_words(error: OSError, *, resume_command: str | None) -> str | None:
         )
         return f"cannot write {file}: {error.strerror}{lost}"
     return None
+
+
+_NO_MEMORY = ("out of memory", "can't allocate memory", "can't start new thread")
+"""Words of errors that are RuntimeErrors: torch's on a GPU and on a CPU, and Python's if a thread finds no room."""
+
+
+def _memory_words(error: Exception, *, resume_command: str | None) -> str | None:
+    """Return what to say about memory that is used up; None: the error is another one."""
+    is_one = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    if not is_one and not any(words in str(error) for words in _NO_MEMORY):
+        return None
+    resume = f" Nothing finished is lost: resume with {resume_command}" if resume_command else ""
+    return (
+        f"out of memory ({line_of(error)[:200]}). Lower train.max_tokens_per_micro_batch, engine.max_batch_size or "
+        "rollout.max_live_episodes, set train.gradient_checkpointing: true, or take a smaller model; `agentrl plan RECIPE` "
+        f"counts what it needs.{resume}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

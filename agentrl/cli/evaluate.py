@@ -7,7 +7,7 @@ from pathlib import Path
 from agentrl.api.target import load_to_play
 from agentrl.cli.commands import OVERRIDING, Commands
 from agentrl.data.files import shown
-from agentrl.report.terminal import Console
+from agentrl.report.terminal import Console, announced_by
 
 
 def add(commands: Commands) -> None:
@@ -24,7 +24,9 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.api.evaluation import evaluated
     from agentrl.report.statistics import as_json, tables
 
-    found, path = evaluated(recipe, run_dir, console=Console(soft_wrap=True, stderr=options.json))
+    console = Console(soft_wrap=True, stderr=options.json)
+    with announced_by(lambda words: console.print(f"{words} ...")):
+        found, path = evaluated(recipe, run_dir, console=console)
     file = None if path is None else Path(shown(path))
     envs = {f"eval/{name}/" if name else "eval/": env.id for name, env in recipe.evaluation.env.items()}
     env_ids = {prefix: envs.get(prefix, recipe.env.id) for prefix in found}

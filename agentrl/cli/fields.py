@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
         "List the algorithms that `loss: NAME` names, or print what one of them sets and how it differs.",
     )
     named.add_argument("name", nargs="?", metavar="NAME", help="of an algorithm; nothing: all")
-    named.add_argument("--markdown", action="store_true", help="as a page (docs/algorithms.md)")
+    named.add_argument("--markdown", action="store_true", help="as a table (of docs/ratio-units.md)")
 
 
 def _fields(options: argparse.Namespace, _: list[str]) -> None:
@@ -96,10 +96,10 @@ def _algorithms(options: argparse.Namespace, _: list[str]) -> None:
 
     if options.name is not None:
         if options.markdown:
-            raise ConfigError(f"{options.name}: --markdown is a page of all algorithms; leave one of them out")
+            raise ConfigError(f"{options.name}: --markdown is a table of all algorithms; leave one of them out")
         _print_algorithm(Console(soft_wrap=True), options.name)
     elif options.markdown:
-        print(_algorithms_page(), end="")
+        print(_algorithms_table(), end="")
     else:
         table = Table("loss", "in a phrase", "paper", box=None, pad_edge=False)
         for name, chosen in algorithms().items():
@@ -147,7 +147,7 @@ def _yaml_line(fields: dict[str, Any]) -> str:
     return yaml.safe_dump(fields, default_flow_style=True, sort_keys=False, width=1000).strip()
 
 
-def _algorithms_page() -> str:
+def _algorithms_table() -> str:
     from agentrl.learn.config import algorithms
 
     rows = [
@@ -156,31 +156,12 @@ def _algorithms_page() -> str:
         for name, chosen in algorithms().items()
         for fields in [_resolved(name)]
     ]
-    return "\n".join([_PAGE, *rows, ""])
+    return "\n".join([_HEAD, *rows, ""])
 
 
 def _paper(paper: str) -> str:
     return f"[{paper}](https://arxiv.org/abs/{paper})" if paper[:1].isdigit() else paper or "-"
 
 
-_PAGE = """# Algorithms
-
-Choose one by name; a field beside the name overrides what it sets:
-
-```yaml
-loss: gspo                                   # plain GSPO: uniform credit, and the clip range of the paper
-loss: {algorithm: grpo, clip_high: 0.28}     # GRPO with DAPO's upper end
-```
-
-```bash
-agentrl train calculator --loss gspo --credit uniform
-agentrl algorithms                           # all names; `agentrl algorithms grpo`: what one sets, and how it differs
-```
-
-A name sets the loss; the credit scheme too, if the recipe names none; and `train.target_kl`, which is null for all but
-`gspo_hybrid` (0.02). The default is `gspo_token`. Its range, 3e-4 / 4e-4, is meant for answers of thousands of tokens: a
-policy that samples some ten tokens in an episode wants `gspo_hybrid`, or `grpo`. What a run used stands in its
-`config.yaml`, field by field. [Ratio units and trust regions](ratio-units.md) explains the fields.
-
-| `loss` | what it is | paper | equation | fields | credit | how ours differs |
+_HEAD = """| `loss` | what it is | paper | equation | fields | credit | how ours differs |
 |---|---|---|---|---|---|---|"""

@@ -38,8 +38,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
     processes = plan_memory(recipe, gpus=options.gpus, memory=memory, sizes=sizes)
     task_shard(recipe.engine, num_groups=recipe.rollout.num_groups, rank=0, num_ranks=processes[0].count)
     console = Console()
-    for words in warnings(recipe):
-        console.print(f"warning: {words}")
+    console.print("".join(f"warning: {words}\n" for words in warnings(recipe)), end="")
     for process in processes:
         table = Table(f"{process.count} x {process.name}", "GB", box=None, pad_edge=False)
         table.columns[1].justify = "right"

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 import signal
 import sys
 import tempfile
@@ -56,10 +57,14 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     ):
         console.print(f"serving at {server.url}; log: {folder}/server.log; end with Ctrl-C")
         status = server.process.wait()
-        raise EngineError(
-            f"the server ended with status {status}; the end of its log:\n{_tail(Path(folder) / 'server.log')}"
-        )
+        how = f"ended with status {status}"
+        if status == -signal.SIGKILL:
+            how = "was killed, perhaps for its memory"
+        raise EngineError(f"the server {how}; the end of its log:\n{log_end(Path(folder) / 'server.log')}")
 
 
-def _tail(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")[-2000:]
+def log_end(path: Path) -> str:
+    """Return the last errors of a log and its end, without what nanobind prints when Python ends."""
+    log = path.read_text(encoding="utf-8", errors="replace").partition("nanobind: leaked")[0]
+    errors = [line for line in log.splitlines() if re.search(r"ERROR.*(Error|Exception)\b", line)]
+    return "\n".join([*errors[-3:], log[-2000:]])

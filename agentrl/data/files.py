@@ -63,12 +63,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_SAME = re.compile(r"[-+]?(0|[1-9]\d*)|0x[\da-fA-F]+|[^_:]*[.eE][^_:]*")
-"""Numbers that mean the same in YAML 1.1, which PyYAML reads, and in 1.2."""
+_SAME = re.compile(r"[-+]?(0|[1-9]\d*)|0x[\da-fA-F]+|[-+\d]*[.eE][^_:]*|[tT]rue|TRUE|[fF]alse|FALSE")
+"""Numbers and booleans that mean the same in YAML 1.1, which PyYAML reads, and in 1.2."""
 
 
 def _refuse_other_versions(name: str) -> None:
-    """Let the loader refuse a scalar of a kind that YAML 1.2 reads as something else: `010`, `1_0`, `1:30`."""
+    """Let the loader refuse a scalar of a kind that YAML 1.2 reads as something else: `010`, `1_0`, `1:30`, `off`."""
     construct: Any = getattr(yaml.SafeLoader, f"construct_yaml_{name}")
 
     def construct_same(loader: _Loader, node: yaml.ScalarNode) -> Any:
@@ -81,7 +81,7 @@ def _refuse_other_versions(name: str) -> None:
     _Loader.add_constructor(f"tag:yaml.org,2002:{name}", construct_same)
 
 
-for _kind in ("int", "float"):
+for _kind in ("int", "float", "bool"):
     _refuse_other_versions(_kind)
 
 

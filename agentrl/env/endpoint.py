@@ -117,6 +117,29 @@ class Reply:
     """Nothing was asked: the answer was known, or is that of another who asks the same."""
 
 
+class ApiKey:
+    """Key of an endpoint, from an environment variable: sent with each request, and left out of all that comes back."""
+
+    def __init__(self, variable: str) -> None:
+        """Read the variable; it need not be set.
+
+        Raises:
+            UserError: if no header can hold its text, which is not repeated.
+        """
+        self._key = os.environ.get(variable, "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise UserError(f"the environment variable {variable} holds no key: a key is printable ASCII on one line")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of a request."""
+        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
+
+    def removed_from(self, text: str) -> str:
+        """Return what a server said without the key, which some repeat."""
+        return text.replace(self._key, "***") if self._key else text
+
+
 class _Fault(Exception):  # noqa: N818 - what may go better the next time
     def __init__(self, words: str, *, wait_s: float = 0.0) -> None:
         super().__init__(words)
@@ -149,9 +172,9 @@ class _Client:
         self._slots = asyncio.Semaphore(endpoint.max_concurrent)
         self._next_s = 0.0
         self._asking: dict[str, asyncio.Task[Reply]] = {}
-        self._key = key = os.environ.get(endpoint.api_key_env)
+        self._key = ApiKey(endpoint.api_key_env)
         self._http = httpx2.AsyncClient(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers=self._key.headers,
             timeout=httpx2.Timeout(endpoint.timeout_s),
             limits=httpx2.Limits(max_connections=endpoint.max_concurrent, keepalive_expiry=2.0),
         )
@@ -208,7 +231,7 @@ class _Client:
                 response = await self._http.post(f"{self._endpoint.url.rstrip('/')}/chat/completions", json=body)
             except (httpx2.RequestError, httpx2.InvalidURL) as error:
                 raise _Fault(line_of(error)) from error
-        text = response.text.replace(self._key, "***") if self._key else response.text  # some servers repeat it
+        text = self._key.removed_from(response.text)
         words = f"HTTP {response.status_code}: {text[:_MAX_WORDS]}"
         if response.status_code in (408, 409, 429) or response.status_code >= 500:
             raise _Fault(words, wait_s=_retry_after_s(response))
@@ -216,7 +239,7 @@ class _Client:
             hint = f"; set the environment variable {self._endpoint.api_key_env}" if response.status_code == 401 else ""
             raise EnvironmentFailure(f"{self._endpoint.url} refused the request: {words}{hint}")
         try:
-            answer = response.json()
+            answer = json.loads(text)
             content, usage = answer["choices"][0]["message"]["content"], answer.get("usage") or {}
             if not isinstance(content, str):
                 raise TypeError(f"content is {abbreviated(content)}")

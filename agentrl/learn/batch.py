@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,8 +59,11 @@ class LossColumns:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "LossColumns":
         """Apply a function to each column that there is."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return LossColumns(**{name: None if column is None else function(column) for name, column in columns.items()})
+        columns: dict[str, Any] = {}
+        for field in fields(self):
+            column = getattr(self, field.name)
+            columns[field.name] = None if column is None else function(column)
+        return LossColumns(**columns)
 
 
 class Batch(NamedTuple):

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from agentrl.errors import ConfigError
-from agentrl.learn.loss import CovarianceRule, KLEstimator, MismatchLevel
+from agentrl.learn.loss import CovarianceRule, MismatchLevel
 from agentrl.learn.tokens import Aggregation, RatioUnit
 from agentrl.policy.config import Layout
 from agentrl.recipe import foreign_names
@@ -209,7 +209,8 @@ class CovarianceConfig(BaseModel):
     band: tuple[float, float] = (1.0, 5.0)
     """Covariances, (advantage - mean) times (log-probability at sampling - mean), between which `clip` draws."""
     coefficient: Positive = 1.0
-    """Weight of the penalty of `kl`."""
+    """Weight of the penalty of `kl`. With `anchor: behavior` the engine's rounding decides its sign for tokens that have not
+    moved; `anchor: recomputed` keeps that out."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -300,22 +301,22 @@ class LossConfig(BaseModel):
     mismatch_limit: float = Field(default=2.0, gt=1)
     """Largest weight (and, for `mask`, one over the smallest)."""
     mismatch_level: MismatchLevel = "unit"
-    """Tokens whose mismatch is corrected together: by the mean over the ratio's `unit`; each `token` by its own, whatever the
-    unit; by the `product` over the unit, which is exact and far from 1 on long units."""
+    """Tokens whose mismatch is corrected together: by the mean over the ratio's `unit`; each `token` by its own; or by the
+    `product` over the trajectory, which is exact and far from 1 on long ones. The latter two whatever the unit."""
     off_policy_limit: float | None = Field(default=None, gt=0)
     """A trajectory whose tokens are less probable now than at sampling, by more nats a token than this in the mean, leaves the
     loss with its tokens of negative advantage (DeepSeek-V3.2). None: none does."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
-    kl_estimator: KLEstimator | Literal["k1_reward"] = "k2"
+    kl_estimator: Literal["k2", "k3", "unbiased", "k1_reward"] = "k2"
     """Estimate of that divergence: `k2`, whose gradient is that of KL(policy || reference) for tokens that the policy
     sampled; `k3` (GRPO), whose gradient is that of KL(reference || policy); `unbiased` (DeepSeek-V3.2), k3 weighed by the
     token's ratio; `k1_reward` (PPO for RLHF, RLOO, REINFORCE++), which the credit scheme sees: each turn's reward loses
     kl_coefficient times the sum over its tokens of (log-probability at sampling - the reference's). Metrics and records
     show the environment's own rewards."""
     entropy_coefficient: float = 0.0
-    """Weight of the entropy of the tokens' distributions, which is added to the objective: above 0 it keeps the policy
-    random."""
+    """Weight of the entropy of the tokens' distributions, averaged as `aggregation` says, which is added to the objective:
+    above 0 it keeps the policy random."""
     covariance: CovarianceConfig | None = None
     """Restraint on the tokens that lower the entropy most (Clip-Cov, KL-Cov). None: there is none."""
     nll: NLLConfig | None = None
@@ -376,7 +377,7 @@ class LossConfig(BaseModel):
         if self.mismatch != "off" and self.anchor == "behavior":
             raise ValueError(
                 f"mismatch: {self.mismatch} corrects what anchor: behavior has in its ratio already; "
-                "set anchor: recomputed or sampled, or mismatch: off"
+                "set anchor: recomputed or sampled, or mismatch: 'off'"
             )
         return self
 
@@ -509,6 +510,10 @@ class TrainConfig(BaseModel):
     num_minibatches: Count = 4
     """Parts into which each step's rollouts are drawn (the GSPO paper's four): an optimizer update for each that has a
     gradient."""
+    epochs: Count = 1
+    """Times that a step goes over its rollouts (PPO's epochs), each time in `num_minibatches` minibatches of its own. Ratios
+    compare with the policy before the first of them; with `loss.anchor: recomputed` or `sampled` every epoch takes a forward
+    pass more."""
     max_tokens_per_micro_batch: Annotated[Amount, MayChange()] = 16_384
     """Most tokens in one forward and backward pass, padding included; a token that rows share counts once. A longer
     trajectory is a pass of its own."""
@@ -523,10 +528,10 @@ class TrainConfig(BaseModel):
     """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is
     then at the same point of each step in any run, and ends with it."""
     target_kl: Positive | None = None
-    """Largest KL divergence of a step, in nats a token: an update that exceeds it, at the tokens of the next minibatch (the
-    last update: of the last one), is halved until it does not. None: no bound. The metric `kl/step` is the largest
-    divergence that minibatches showed, before the last update: 0 with one minibatch. If tokens are stale, all minibatches
-    but the first take a forward pass more."""
+    """Largest KL divergence of a step, in nats a token: an update that exceeds it, at the tokens of the next minibatch, is
+    halved until it does not. None: no bound. The last update is measured at a sample of the first minibatch, an eighth of the
+    step's tokens; if tokens are stale and `loss.anchor` is `behavior`, the others at an eighth of the next minibatch. The
+    metric `kl/step` is the largest divergence before the last update: 0 with one minibatch."""
     ess_scaling: bool = False
     """Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small if
     few trajectories outweigh the rest, as among stale ones (VCPO)."""
@@ -569,6 +574,11 @@ class TrainConfig(BaseModel):
         if self.sharding == "full" and self.optimizer != "adamw":
             raise ValueError(f"optimizer: {self.optimizer} cannot be sharded (sharding: full); set it to adamw")
         return self
+
+    @property
+    def minibatches_a_step(self) -> int:
+        """Minibatches of a step, of all epochs."""
+        return self.epochs * self.num_minibatches
 
     def is_sharded(self, num_processes: int) -> bool:
         """Return whether weights are sharded: a single rank has them whole, whatever `sharding` is."""

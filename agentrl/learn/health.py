@@ -33,7 +33,7 @@ _ENTROPY_LEFT = 0.1
 _FEW_SAMPLES, _FAR = 0.5, 0.03
 """Effective samples, and nats a token to the policy that sampled: found on runs that collapsed (docs/evidence.md)."""
 _MOVED = 0.3
-"""Nats a token that no step should move the policy by (chosen with benchmarks/detectors.py); healthy ones move it by .001 to .05."""
+"""Nats a token that no step should move the policy by (chosen with benchmarks/detectors.py); healthy: .001 to .05."""
 _SHORTENED = 0.75
 """Share of the updates that a bound shortens in every step of a run whose rate is too high for it."""
 _SUCCEEDED = 0.03
@@ -164,14 +164,16 @@ def _moved(row: Row) -> str | None:
 
 
 def _shortened(rows: Sequence[Row]) -> str | None:
-    """Detect updates that `train.target_kl` shortens all the time."""
+    """Detect updates that `train.target_kl` always shortens; not if tokens are stale: there healthy runs are shortened."""
+    if any(row.get("staleness/max", 0.0) > 0 for row in rows[-_STEPS:]):
+        return None
     last = [(row.get("shortened_updates", 0.0), row.get("updates", 0.0)) for row in rows[-_STEPS:]]
     if len(last) < _STEPS or any(not shortened or shortened < _SHORTENED * updates for shortened, updates in last):
         return None
     num, of = (int(sum(column)) for column in zip(*last, strict=True))
     return (
-        f"train.target_kl shortened {num} of {of} updates in {_STEPS} steps: each costs a pass more and goes a part of its way; "
-        f"lower train.learning_rate, now {rows[-1].get('learning_rate', 0.0):.2g}"
+        f"train.target_kl shortened {num} of {of} updates in {_STEPS} steps: each costs a further pass and goes a part "
+        f"of the way; lower train.learning_rate, now {rows[-1].get('learning_rate', 0.0):.2g}"
     )
 
 

@@ -1,8 +1,8 @@
 """Updates of the policy from credited trajectories, on one rank or several.
 
-`Learner.update` goes once over a step's trajectories: it draws minibatches and plans their passes (prepare), makes at most
-one optimizer step for each (step), and returns the metrics (finish). An update on another thread can be interrupted: long
-work calls `check_interrupt`.
+`Learner.update` goes over a step's trajectories, once or in several epochs: it draws minibatches and plans their passes
+(prepare), makes at most one optimizer step for each (step), and returns the metrics (finish). An update on another thread can
+be interrupted: long work calls `check_interrupt`.
 
 `I` trajectories of a step, `T` trained tokens of a pass, `P` its slots, `Q` slots that are asked for, `J` routers of a
 mixture of experts, `X` experts that each chooses at a slot.
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -32,16 +32,19 @@ from agentrl.learn.interrupt import check_interrupt
 from agentrl.learn.line_search import KeptVersions, KLLineSearch
 from agentrl.learn.loss import nll_loss
 from agentrl.learn.metrics import (
+    Array,
     MinibatchStats,
     Observations,
     Sums,
     TokenDiagnostics,
     anchor_metrics,
+    divergence,
+    divergence_terms,
     effective_samples,
     first_metrics,
     update_metrics,
 )
-from agentrl.learn.micro_batch_loss import AnchorState, StaleTokens, micro_batch_loss, trust_region
+from agentrl.learn.micro_batch_loss import AnchorState, StaleTokens, micro_batch_loss, policy_change, trust_region
 from agentrl.learn.plan import MicroBatch, PassTokens, Planner, draw_minibatches
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.tokens import TokenBatch, aggregation_weights
@@ -54,6 +57,10 @@ from agentrl.rollout.demonstrations import Demonstration
 from agentrl.types import Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
+
+SAMPLED_SHARE = 1 / 8
+"""Share of a step's computed tokens in passes that measure the divergence alone. A forward pass is about a third of an update,
+so that such a share costs a twenty-fourth of it (benchmarks/train_step.py)."""
 
 
 def is_routed(state: PolicyState, *, must_be: bool) -> bool:
@@ -144,6 +151,23 @@ class PlannedMinibatch(NamedTuple):
     """Further passes, over demonstrations."""
 
 
+def known_anchors(passes: Sequence[TrainingPass], token_N: Array, difference_N: Array) -> list[AnchorState]:
+    """Return the anchor of each pass from those tokens of a minibatch that are known; nan for the others.
+
+    Args:
+        passes: passes over tokens of the minibatch.
+        token_N: index of each known token in the minibatch.
+        difference_N: its log-probability, less that of the behavior.
+    """
+    largest = [int(micro.token_T.max(initial=-1)) for micro, _ in passes]
+    known = np.full(1 + max([int(token_N.max(initial=-1)), *largest]), np.nan)
+    known[token_N.astype(np.int64)] = difference_N
+    return [
+        AnchorState(columns.behavior_T + micro.to_device(torch.from_numpy(known[micro.token_T])))
+        for micro, columns in passes
+    ]
+
+
 class Gradient(NamedTuple):
     """Statistics and observations of a minibatch whose gradient was computed."""
 
@@ -161,8 +185,6 @@ class StepUpdate:
     version: int
     """Version of the policy before the step."""
     minibatches: list[PlannedMinibatch]
-    last: PlannedMinibatch
-    """The last minibatch that has trained tokens: the divergence after the last update is measured on it."""
     known_versions: frozenset[int]
     """Versions whose weights are kept, and the present one."""
     line_search: KLLineSearch
@@ -173,6 +195,9 @@ class StepUpdate:
     clip_stats: list[ClipStats] = field(default_factory=list)
     """Clip statistics of the same minibatches."""
     num_updates: int = 0
+    sample: tuple[list[TrainingPass], list[AnchorState]] | None = None
+    """Passes over a sample of the minibatch of the first update, and its log-probabilities before that: the last update is
+    measured at tokens that it was not made for, if there are several. None: no bound, or no update."""
     expert_metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -255,7 +280,7 @@ class Learner:
         version: int,
         check_agreement: Callable[[float], None] | None = None,
     ) -> dict[str, float]:
-        """Go once over a step's trajectories, in minibatches drawn at random; return metrics.
+        """Go over a step's trajectories, in minibatches drawn at random in each epoch; return metrics.
 
         A minibatch without a gradient changes neither weights nor the optimizer's state, and is counted as skipped. If no
         token is computed, metrics are counts only.
@@ -284,7 +309,12 @@ class Learner:
         self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int
     ) -> StepUpdate:
         """Draw and plan the minibatches of a step, and compute their anchors and the state before its updates."""
-        minibatches = self.draw(groups, credits, version=version)
+        epochs = range(self._config.epochs)
+        drawn = [each for epoch in epochs for each in self.draw(groups, credits, version=version, epoch=epoch)]
+        minibatches = [
+            minibatch._replace(seed=derive_seed(self._seed, "minibatch", version, number))
+            for number, minibatch in enumerate(drawn)
+        ]
         plans = [self.plan(minibatch) for minibatch in minibatches]
         anchors = self._anchor_states(minibatches, plans, version=version)
         known_versions = frozenset({version, *self.kept.versions})
@@ -292,21 +322,13 @@ class Learner:
         self.state.wrapped.train()
         self.diagnostics = TokenDiagnostics()
         first_experts = self._first_experts(minibatches[0]) if self._is_routed and plans[0] else None
-        line_search = KLLineSearch(self.state, target=self._config.target_kl)
         demonstrations = [self.plan_demonstrations(minibatch) for minibatch in minibatches]
         parts = zip(minibatches, plans, anchors, demonstrations, strict=True)
-        planned = [PlannedMinibatch(*of_minibatch) for of_minibatch in parts]
-        index = max((number for number, plan in enumerate(plans) if plan), default=0)
-        last = planned[index]
-        if line_search.target is not None and index == 0:
-            # In the first minibatch the policy is its own anchor, wherever it is: after the step that would measure nothing.
-            last = last._replace(anchors=self._current_anchors(last.passes))
         return StepUpdate(
             version=version,
-            minibatches=planned,
-            last=last,
+            minibatches=[PlannedMinibatch(*of_minibatch) for of_minibatch in parts],
             known_versions=known_versions,
-            line_search=line_search,
+            line_search=KLLineSearch(self.state, target=self._config.target_kl),
             first_experts=first_experts,
         )
 
@@ -328,12 +350,21 @@ class Learner:
         update.clip_stats.append(gradient.clip_stats)
         state.calibration = state.calibration.updated(gradient.clip_stats, ClipTarget.from_config(self.loss))
         if stats.grad_norm > 0:  # else AdamW would move by momentum alone, and forget how large gradients are
+            if update.num_updates == 0 and update.line_search.target is not None:
+                update.sample = self._sample(update, planned.minibatch, gradient.observations)
             share = effective_samples(stats) if self._config.ess_scaling else 1.0
             update.line_search.keep_weights()
             stats = replace(stats, learning_rate=state.update(rate_factor=math.sqrt(share)))
             update.num_updates += 1
         update.stats.append(stats)
         state.optimizer.zero_grad()
+
+    def _sample(
+        self, update: StepUpdate, minibatch: CreditedMinibatch, observations: Observations
+    ) -> tuple[list[TrainingPass], list[AnchorState]]:
+        """Return passes over a sample of a minibatch, and the log-probabilities that its gradient's passes observed."""
+        passes = self.plan(minibatch, share=min(1.0, SAMPLED_SHARE * len(update.minibatches)))
+        return passes, known_anchors(passes, observations.column("token_T"), observations.column("engine_difference_T"))
 
     def _bounded_gradient(self, update: StepUpdate, planned: PlannedMinibatch) -> Gradient:
         """Return the gradient of a minibatch, after the update before it was shortened to the bound on the divergence."""
@@ -345,21 +376,34 @@ class Learner:
             version=update.version,
             is_updated=update.num_updates > 0,
         )
-        measure = partial(self.measure, planned.passes, planned.anchors, version=update.version)
         gradient = add_gradients()
-        if update.line_search.backtrack(gradient.stats, measure):
+        if update.num_updates == 0:
+            return gradient
+        engine = divergence(update.stats[0])  # before the first update
+
+        def measure() -> float:
+            return self.measure(planned.passes, planned.anchors, version=update.version).mean - engine
+
+        if update.line_search.backtrack(divergence(gradient.stats) - engine, measure):
             self.state.optimizer.zero_grad()
             gradient = add_gradients()
         return gradient
 
     def _finish(self, update: StepUpdate) -> dict[str, float]:
         """Bound the last update of a step; return the step's metrics."""
-        line_search = update.line_search
-        if update.num_updates and line_search.target is not None:
-            measure = partial(self.measure, update.last.passes, update.last.anchors, version=update.version)
-            line_search.backtrack(measure(), measure)
+        if update.sample is not None:
+            passes, anchors = update.sample
+
+            def measure() -> float:
+                return self.measure(passes, anchors, version=update.version).mean
+
+            update.line_search.backtrack(measure(), measure)
         num_skipped = float(len(update.minibatches) - update.num_updates)
-        counts = {"updates": float(update.num_updates), "skipped_minibatches": num_skipped, **line_search.metrics()}
+        counts = {
+            "updates": float(update.num_updates),
+            "skipped_minibatches": num_skipped,
+            **update.line_search.metrics(),
+        }
         stats = update.stats
         if not stats:  # no token was computed: there is nothing to average
             return counts
@@ -371,9 +415,9 @@ class Learner:
         return metrics | update.expert_metrics
 
     def draw(
-        self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int
+        self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int, epoch: int = 0
     ) -> list[CreditedMinibatch]:
-        """Return the minibatches of a step, without failed trajectories and those of which credit keeps no token."""
+        """Return the minibatches of an epoch, without failed trajectories and those of which credit keeps no token."""
         trained = [
             (number, trajectory, credit)
             for number, (group, of_group) in enumerate(zip(groups, credits, strict=True))
@@ -390,24 +434,21 @@ class Learner:
                 for _, trajectory, credit in trained
             ],
             num_minibatches=self._config.num_minibatches,
-            rng=np.random.default_rng(derive_seed(self._seed, "minibatches", version)),
+            rng=np.random.default_rng(derive_seed(self._seed, "minibatches", version, *[epoch] * (epoch > 0))),
         )
         return [
-            CreditedMinibatch(
-                [trained[i][1:] for i in (*computed, *counted)],
-                len(computed),
-                derive_seed(self._seed, "minibatch", version, number),
-            )
-            for number, (computed, counted) in enumerate(drawn)
+            CreditedMinibatch([trained[i][1:] for i in (*computed, *counted)], len(computed))
+            for computed, counted in drawn
         ]
 
-    def plan(self, minibatch: CreditedMinibatch) -> list[TrainingPass]:
-        """Return this rank's passes over a minibatch."""
+    def plan(self, minibatch: CreditedMinibatch, *, share: float | None = None) -> list[TrainingPass]:
+        """Return this rank's passes over a minibatch; or over a sample of it, of a share of its computed tokens."""
 
         def shares() -> list[list[tuple[PassTokens, LossColumns]]]:
             tokens, columns = self._batch(minibatch)
-            computed = range(minibatch.num_computed)
-            of_all = self._planner.assign(tokens, num_processes=num_processes(), trajectories=computed)
+            planner = self._planner
+            assign = planner.assign if share is None else partial(planner.sample, share=share)
+            of_all = assign(tokens, num_processes=num_processes(), trajectories=range(minibatch.num_computed))
             return [[(each, columns.select(each.token_T)) for each in share] for share in of_all]
 
         passes = [(self._planner.lay_out(tokens), columns) for tokens, columns in scatter(shares)]
@@ -490,15 +531,17 @@ class Learner:
         merged = replace(MinibatchStats.merge(stats), grad_norm=grad_norm, learning_rate=self.state.learning_rate)
         return Gradient(merged, merge_clip_stats(clips), observations)
 
-    def measure(self, plan: Sequence[TrainingPass], anchors: Sequence[AnchorState], *, version: int) -> MinibatchStats:
-        """Return the statistics of a minibatch under the present weights, without a gradient."""
-        observations = Observations()
-        for training_pass, before in zip(plan, anchors, strict=True):
+    def measure(self, plan: Sequence[TrainingPass], anchors: Sequence[AnchorState], *, version: int) -> Sums:
+        """Return the divergence of the present weights from those before the step, over the tokens of all ranks' passes."""
+        own = Sums()
+        for (micro, columns), before in zip(plan, anchors, strict=True):
             check_interrupt()
-            routing = self._routing(training_pass.micro, before)
-            with torch.no_grad(), attending(self.state.policy.model, self._layout), routing:
-                self._pass_loss(training_pass, before, observations, version)
-        return MinibatchStats.merge(all_gather([MinibatchStats.from_observations(observations)]))
+            with torch.no_grad(), self._routing(micro, before):
+                logprobs_T = self._forward(self.state.wrapped, micro)[0]
+            difference_T, is_fresh_T = logprobs_T - columns.behavior_T, columns.version_T == version
+            moved_T = policy_change(logprobs_T, before, difference_T, is_fresh_T)
+            own = own.plus(Sums.from_values(divergence_terms(moved_T.double().cpu().numpy())))
+        return reduce(Sums.plus, all_gather([own]))
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return a context in which gradients accumulate on this rank, and at the last pass are averaged over ranks.
@@ -514,7 +557,8 @@ class Learner:
 
         Nothing is computed for the first minibatch: there the policy itself is the anchor, exactly, whatever the noise of a
         second pass. With `anchor: behavior` nothing is computed at all, unless the step's divergence is bounded and tokens
-        are stale: if all are fresh, the behavior log-probabilities measure the divergence.
+        are stale: then a sample of the other minibatches is, at which the divergence is measured. If all tokens are fresh,
+        the behavior log-probabilities measure it.
         """
         of_behavior = self.loss.anchor == "behavior"
         is_bounded = self._config.target_kl is not None
@@ -522,10 +566,22 @@ class Learner:
         if of_behavior and not is_stale:
             return [[AnchorState() for _ in plan] for plan in plans]
         self.state.wrapped.train()
-        anchors = [[AnchorState(is_start=True) for _ in plans[0]], *map(self._current_anchors, plans[1:])]
-        if of_behavior:  # experts of the present version are not those of the sampling one
-            anchors = [[anchor._replace(experts_JPX=None) for anchor in of_minibatch] for of_minibatch in anchors]
+        anchors = [[AnchorState(is_start=True) for _ in plans[0]]]
+        if of_behavior:
+            return anchors + [self._sampled_anchors(*each) for each in zip(minibatches[1:], plans[1:], strict=True)]
+        anchors += map(self._current_anchors, plans[1:])
         return self._with_stale(plans, anchors, version=version) if self.loss.anchor == "sampled" else anchors
+
+    def _sampled_anchors(self, minibatch: CreditedMinibatch, plan: list[TrainingPass]) -> list[AnchorState]:
+        """Return the anchor of each pass under the present weights, known for a sample of the minibatch."""
+        passes = self.plan(minibatch, share=SAMPLED_SHARE)
+        differences = [
+            (anchor.logprobs_T - columns.behavior_T).cpu().numpy()
+            for (_, columns), anchor in zip(passes, self._current_anchors(passes), strict=True)
+            if anchor.logprobs_T is not None
+        ]
+        token_T = np.concatenate([np.empty(0), *(micro.token_T for micro, _ in passes)])
+        return known_anchors(plan, token_T, np.concatenate([np.empty(0), *differences]))
 
     def _current_anchors(self, plan: Sequence[TrainingPass]) -> list[AnchorState]:
         """Return the anchor of each pass under the present weights."""

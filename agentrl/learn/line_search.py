@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from agentrl.learn.metrics import MinibatchStats, divergence
 from agentrl.learn.policy_state import PolicyState
 
 
@@ -96,34 +95,35 @@ class KLLineSearch:
         self.target = target
         self._weights = TrainedWeights(state.policy.parameters())
         self._before: list[Tensor] | None = None
-        self._start = 0.0
         self._num_updates = 0
         self._is_counted = False
         """Whether the newest update is counted as shortened: minibatches after it that have no gradient check it again."""
 
     def keep_weights(self) -> None:
-        """Keep the weights before an update."""
-        if self.target is not None:
-            self._before = None  # which makes room for the copy
-            self._before, self._is_counted = self._weights.copy(), False
+        """Keep the weights before an update, in the host's memory: a single copy, which the next one overwrites."""
+        if self.target is None:
+            return
+        present = self._weights.locals()
+        if self._before is None:
+            self._before = [torch.empty_like(local, device="cpu", pin_memory=local.is_cuda) for local in present]
+        for kept, local in zip(self._before, present, strict=True):
+            kept.copy_(local, non_blocking=True)  # the device makes the copy before the update, which it is given later
+        self._is_counted = False
 
-    def backtrack(self, tally: MinibatchStats, show: Callable[[], MinibatchStats]) -> bool:
+    def backtrack(self, divergence: float, measure: Callable[[], float]) -> bool:
         """Halve the newest update until the policy is within the bound; return whether that was necessary.
 
         Args:
-            tally: statistics of the next minibatch.
-            show: computes them again.
+            divergence: divergence of the policy from that before the step, in nats a token.
+            measure: measures it again, after the update was shortened.
         """
-        if self.target is None:
-            return False
-        if self._before is None:
-            self._start = divergence(tally)  # of the engine
+        if self.target is None or self._before is None:
             return False
         halvings = 0
-        while divergence(tally) - self._start > self.target and halvings < _MOST_HALVINGS:
+        while divergence > self.target and halvings < _MOST_HALVINGS:
             halvings += 1
             self._weights.set(self._before, share=0.5 if halvings < _MOST_HALVINGS else 1.0)
-            tally = show()
+            divergence = measure()
         if halvings and not self._is_counted:
             self._num_updates, self._is_counted = self._num_updates + 1, True
         return halvings > 0

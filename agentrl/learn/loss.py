@@ -86,7 +86,7 @@ def policy_loss(
 KLEstimator = Literal["k2", "k3", "unbiased"]
 """Estimates of a KL divergence whose gradients differ."""
 CovarianceRule = Literal["clip", "kl"]
-"""What becomes of the tokens whose advantage and log-probability are high together."""
+"""Restraint on tokens whose advantage and log-probability are high together: no gradient, or a penalty."""
 
 
 def kl_loss(

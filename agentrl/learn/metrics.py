@@ -155,7 +155,6 @@ def _of_pass(part: Mapping[str, Array]) -> MinibatchStats:
     engine_T = part["engine_difference_T"]
     version_T = part["version_T"].astype(np.int64)
     trajectory_T = part["trajectory_T"].astype(np.int64)
-    moved_T = part["moved_T"][~np.isnan(part["moved_T"])]  # those whose log-probability before the step is known
     clipped_T = part["clipped_T"]
     is_up_T = part["advantage_T"] > 0
     is_down_T = part["advantage_T"] < 0
@@ -180,8 +179,7 @@ def _of_pass(part: Mapping[str, Array]) -> MinibatchStats:
         "token_ratio_T": np.exp(log_ratio_T),
         "anchor_distance_T": np.abs(log_ratio_T),
         "engine_distance_T": np.abs(engine_T),
-        # Source: "Approximating KL divergence", J. Schulman, 2020 (k3).
-        "divergence_T": np.expm1(moved_T.clip(max=80)) - moved_T,
+        "divergence_T": divergence_terms(part["moved_T"]),
         "clipped_T": clipped_T,
         "clipped_up_T": clipped_T * is_up_T,
         "clipped_down_T": clipped_T * is_down_T,
@@ -195,6 +193,16 @@ def _of_pass(part: Mapping[str, Array]) -> MinibatchStats:
         trajectories={int(number): float(total_I[number]) for number in np.unique(trajectory_T)},
         versions={int(version): Sums.from_values(distance_T[version_T == version]) for version in np.unique(version_T)},
     )
+
+
+def divergence_terms(moved_T: Array) -> Array:
+    """Return r - 1 - log r of changes log r of log-probabilities: without those that are nan, which are not known.
+
+    Source: "Approximating KL divergence", J. Schulman, 2020 (k3).
+    """
+    known_T = moved_T[~np.isnan(moved_T)]
+    terms_T: Array = np.expm1(known_T.clip(max=80)) - known_T
+    return terms_T
 
 
 def _narrow(tensor: Tensor) -> Tensor:
@@ -219,7 +227,10 @@ class _PassStats(NamedTuple):
 
 
 class TokenDiagnostics:
-    """Grows by the minibatches of a step: each token is in one, and each rank records those that it computes."""
+    """Grows by the minibatches of a step: each token is in one of every epoch, of which the last counts.
+
+    Each rank records the tokens that it computes.
+    """
 
     def __init__(self) -> None:
         self._minibatches: list[tuple[list[tuple[Trajectory, Credit]], list[_PassStats]]] = []

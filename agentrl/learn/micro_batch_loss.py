@@ -109,7 +109,7 @@ def micro_batch_loss(
         advantage_T=columns.advantage_T,
         unit_T=columns.unit_T,
         log_ratio_T=result.log_ratio_T,
-        moved_T=_policy_change(policy_logprobs_T, anchor, result.log_ratio_T, columns.version_T == version),
+        moved_T=policy_change(policy_logprobs_T, anchor, result.log_ratio_T, columns.version_T == version),
         engine_difference_T=policy_logprobs_T - columns.behavior_T,
         version_T=columns.version_T,
         trajectory_T=columns.trajectory_T,
@@ -170,10 +170,13 @@ def _corrected_weights(
         weight_T = weight_T * keep_T
     if config.mismatch == "off":
         return weight_T
+    unit_T = columns.unit_T
+    if config.mismatch_level == "product":  # of the whole trajectory, whatever the ratio's unit
+        unit_T = torch.unique(columns.trajectory_T, return_inverse=True)[1]
     mismatch = mismatch_weights(
         anchor_T,
         columns.behavior_T,
-        columns.unit_T,
+        unit_T,
         mode=config.mismatch,
         limit=config.mismatch_limit,
         level=config.mismatch_level,
@@ -182,7 +185,7 @@ def _corrected_weights(
     return weight_T * mismatch.weight_T
 
 
-def _policy_change(policy_logprobs_T: Tensor, anchor: AnchorState, log_ratio_T: Tensor, is_fresh_T: Tensor) -> Tensor:
+def policy_change(policy_logprobs_T: Tensor, anchor: AnchorState, log_ratio_T: Tensor, is_fresh_T: Tensor) -> Tensor:
     """Return the change of log-probabilities since the step began; nan for tokens of which it is not known."""
     if anchor.logprobs_T is not None:
         return policy_logprobs_T.detach() - anchor.logprobs_T

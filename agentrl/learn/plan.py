@@ -174,9 +174,22 @@ class Planner:
             )
         plan = _Plan(tokens, self)
         chosen = range(tokens.num_trajectories) if trajectories is None else trajectories
-        shares = plan.shares([i for i in chosen if plan.members[i]], num_processes)
-        num_passes = max(map(len, shares))
-        return [[plan.tokens_of(of) for of in (*share, *[[]] * (num_passes - len(share)))] for share in shares]
+        return plan.passes(plan.shares([i for i in chosen if plan.members[i]], num_processes))
+
+    def sample(
+        self, tokens: TokenBatch, *, share: float, trajectories: Sequence[int], num_processes: int = 1
+    ) -> list[list[PassTokens]]:
+        """Return the passes of each rank over a sample of the trajectories.
+
+        The sample is the first ones that together compute no more tokens than a share of what all do on a single rank, at
+        least one; each is on the rank to which `assign` gives it.
+        """
+        plan = _Plan(tokens, self)
+        read = [i for i in trajectories if plan.members[i]]
+        (alone,) = plan.shares(read, 1)
+        chosen = set(read[: plan.num_fitting([[i] for i in read], int(share * sum(map(plan.size, alone))))])
+        shares = plan.shares(read, num_processes)
+        return plan.passes([plan.fill([[i] for of in own for i in of if i in chosen]) for own in shares])
 
     def lay_out(self, tokens: PassTokens) -> MicroBatch:
         """Return the tensors of a pass."""
@@ -223,7 +236,7 @@ class _Plan:
         """Return the passes of each rank, as trajectories."""
         parts = self._parts(trajectories)
         if num_processes == 1:
-            return [self._fill(parts)]
+            return [self.fill(parts)]
         costs = [self._cost(part) for part in parts]
         best, best_cost = _distribute(parts, costs, num_processes)
         while parts and len(part := parts[largest := max(range(len(parts)), key=costs.__getitem__)]) > 1:
@@ -235,9 +248,14 @@ class _Plan:
             candidate, cost = _distribute(parts, costs, num_processes)
             if cost < best_cost:
                 best, best_cost = candidate, cost
-        return [self._fill(share) for share in best]
+        return [self.fill(share) for share in best]
 
-    def tokens_of(self, trajectories: list[int]) -> PassTokens:
+    def passes(self, shares: list[list[list[int]]]) -> list[list[PassTokens]]:
+        """Return the passes of each rank, with empty ones at the end of a short share."""
+        num = max(map(len, shares))
+        return [[self._tokens_of(of) for of in (*share, *[[]] * (num - len(share)))] for share in shares]
+
+    def _tokens_of(self, trajectories: list[int]) -> PassTokens:
         """Return rows and tokens of a pass over trajectories."""
         tokens = self._tokens
         chosen = [row for i in trajectories for row in self.members[i]]
@@ -266,25 +284,25 @@ class _Plan:
         ordered = sorted(trajectories, key=lambda i: (first[self._tokens.groups[i]], self._tokens.groups[i], key[i], i))
         parts = []
         for _, members in groupby(ordered, key=lambda i: self._tokens.groups[i]):
-            parts += self._fill([[i] for i in members])  # one part if all of the group fits
+            parts += self.fill([[i] for i in members])  # one part if all of the group fits
         return parts
 
-    def _fill(self, parts: Sequence[list[int]]) -> list[list[int]]:
+    def fill(self, parts: Sequence[list[int]]) -> list[list[int]]:
         """Join neighbouring parts as long as they fit into the budget together."""
         passes: list[list[int]] = []
         start = 0
         while start < len(parts):
-            stop = start + self._num_fitting(parts[start:])
+            stop = start + self.num_fitting(parts[start:], self._planner.max_tokens)
             passes.append(list(chain.from_iterable(parts[start:stop])))
             start = stop
         return passes
 
-    def _num_fitting(self, parts: Sequence[list[int]]) -> int:
-        """Return how many parts from the first on fit into the budget together, at least one: doubled, then halved in."""
+    def num_fitting(self, parts: Sequence[list[int]], max_tokens: int) -> int:
+        """Return how many parts from the first on fit into a budget together, at least one: doubled, then halved in."""
         fitting, too_many = 1, len(parts) + 1
         while too_many - fitting > 1:
             tried = min(2 * fitting, (fitting + too_many) // 2)
-            if self._size(list(chain.from_iterable(parts[:tried]))) <= self._planner.max_tokens:
+            if self.size(list(chain.from_iterable(parts[:tried]))) <= max_tokens:
                 fitting = tried
             else:
                 too_many = tried
@@ -296,7 +314,7 @@ class _Plan:
     def _longest(self, trajectories: Sequence[int]) -> int:
         return max(map(len, self._rows_of(trajectories)))
 
-    def _size(self, trajectories: Sequence[int]) -> int:
+    def size(self, trajectories: Sequence[int]) -> int:
         """Return the tokens that a pass computes."""
         rows, planner = self._rows_of(trajectories), self._planner
         match "padded" if planner.is_recurrent and planner.layout == "packed" else planner.layout:

@@ -99,7 +99,7 @@ class PolicyState:
             config.schedule,
             self.optimizer,
             num_warmup=config.warmup_minibatches,
-            num_minibatches=config.steps * config.num_minibatches,
+            num_minibatches=config.steps * config.minibatches_a_step,
         )
 
     @property
@@ -207,7 +207,7 @@ class PolicyState:
             torch.save(self.optimizer.state_dict(), folder / _OPTIMIZER)
         state = _SavedState(
             num_minibatches=self.schedule.last_epoch,
-            minibatches_a_step=self._config.num_minibatches,
+            minibatches_a_step=self._config.minibatches_a_step,
             optimizer=self._config.optimizer,
             random=RandomState.now(),
             calibration=self.calibration,
@@ -240,7 +240,7 @@ class PolicyState:
         state.random.restore()
         self.calibration = state.calibration
         config, schedule = self._config, self.schedule
-        position = state.num_minibatches * config.num_minibatches // state.minibatches_a_step
+        position = state.num_minibatches * config.minibatches_a_step // state.minibatches_a_step
         schedule.last_epoch, schedule._step_count = position, position + 1
         schedule.base_lrs = [config.learning_rate for _ in schedule.base_lrs]
         for group, factor in zip(self.optimizer.param_groups, schedule.lr_lambdas, strict=True):

@@ -223,6 +223,28 @@ class KernelSection(TypedDict, total=False):
     negative: Sequence[float]
     r"""For tokens of negative advantage."""
 
+class CovarianceSection(TypedDict, total=False):
+    """Restraint on the tokens that lower the entropy most: those whose advantage and log-probability are high together."""
+
+    rule: Literal["clip", "kl"]
+    r"""`clip` (Clip-Cov): the policy loss gives no gradient to some tokens, drawn from those within `band`. `kl` (KL-Cov): the tokens of the highest covariance pay `coefficient` times |log-probability - the anchor's|."""
+    share: float
+    r"""Share of a minibatch's tokens that it concerns; one token at least."""
+    band: Sequence[float]
+    r"""Covariances, (advantage - mean) times (log-probability at sampling - mean), between which `clip` draws."""
+    coefficient: float
+    r"""Weight of the penalty of `kl`. With `anchor: behavior` the engine's rounding decides its sign for tokens that have not moved; `anchor: recomputed` keeps that out."""
+
+class NLLSection(TypedDict, total=False):
+    """Imitation beside reinforcement learning: -log pi of tokens, weighed among themselves as `loss.aggregation` says."""
+
+    coefficient: float
+    r"""Weight in the loss."""
+    of: Literal["successes", "demonstrations"]
+    r"""Tokens to imitate. `successes`: of the minibatch's episodes that report `success`. `demonstrations`: of some of those of the section `warmup`, drawn for each update; the warm-up itself may have no steps."""
+    batch_size: int
+    r"""Demonstrations of each update."""
+
 class LossSection(TypedDict, total=False):
     """The loss section of a recipe."""
 
@@ -259,15 +281,21 @@ class LossSection(TypedDict, total=False):
     mismatch_limit: float
     r"""Largest weight (and, for `mask`, one over the smallest)."""
     mismatch_level: Literal["unit", "token", "product"]
-    r"""Tokens whose mismatch is corrected together: by the mean over the ratio's `unit`; each `token` by its own, whatever the unit; by the `product` over the unit, which is exact and far from 1 on long units."""
+    r"""Tokens whose mismatch is corrected together: by the mean over the ratio's `unit`; each `token` by its own; or by the `product` over the trajectory, which is exact and far from 1 on long ones. The latter two whatever the unit."""
     off_policy_limit: float | None
     r"""A trajectory whose tokens are less probable now than at sampling, by more nats a token than this in the mean, leaves the loss with its tokens of negative advantage (DeepSeek-V3.2). None: none does."""
     kl_coefficient: float
     r"""Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
-    kl_estimator: Literal["k2", "k3", "unbiased"]
-    r"""Estimate of that divergence: `k2`, whose gradient is that of KL(policy || reference) for tokens that the policy sampled; `k3` (GRPO), whose gradient is that of KL(reference || policy); `unbiased` (DeepSeek-V3.2), k3 weighed by the token's ratio."""
+    kl_estimator: Literal["k2", "k3", "unbiased", "k1_reward"]
+    r"""Estimate of that divergence: `k2`, whose gradient is that of KL(policy || reference) for tokens that the policy sampled; `k3` (GRPO), whose gradient is that of KL(reference || policy); `unbiased` (DeepSeek-V3.2), k3 weighed by the token's ratio; `k1_reward` (PPO for RLHF, RLOO, REINFORCE++), which the credit scheme sees: each turn's reward loses kl_coefficient times the sum over its tokens of (log-probability at sampling - the reference's). Metrics and records show the environment's own rewards."""
     entropy_coefficient: float
-    r"""Weight of the entropy of the tokens' distributions, which is added to the objective: above 0 it keeps the policy random."""
+    r"""Weight of the entropy of the tokens' distributions, averaged as `aggregation` says, which is added to the objective: above 0 it keeps the policy random."""
+    covariance: CovarianceSection | Mapping[str, Any] | BaseModel | None
+    r"""Restraint on the tokens that lower the entropy most (Clip-Cov, KL-Cov). None: there is none."""
+    nll: NLLSection | Mapping[str, Any] | BaseModel | None
+    r"""Imitation of successful episodes or of demonstrations, beside the policy loss. None: there is none."""
+    distill_coefficient: float
+    r"""Weight of the KL divergence to the model that `signals.teacher` names (estimated as k2). 0: none, and no teacher is needed. The credit scheme `distill` learns from the teacher alone."""
     routing_replay: Literal["none", "trainer", "engine"]
     r"""Experts that the updates of a mixture use: those that it chooses itself; those of the `trainer` before the first update (Routing Replay, GSPO paper, section 5.3); or those of the `engine` at sampling (arXiv 2510.11370), if it returns them: `transformers`, and vLLM on a GPU. Ratios of `unit: token` need it by the GSPO paper, those of trajectories do not."""
 
@@ -278,6 +306,8 @@ class TrainSection(TypedDict, total=False):
     r"""Rounds of collecting and updating."""
     num_minibatches: int
     r"""Parts into which each step's rollouts are drawn (the GSPO paper's four): an optimizer update for each that has a gradient."""
+    epochs: int
+    r"""Times that a step goes over its rollouts (PPO's epochs), each time in `num_minibatches` minibatches of its own. Ratios compare with the policy before the first of them; with `loss.anchor: recomputed` or `sampled` every epoch takes a forward pass more."""
     max_tokens_per_micro_batch: int
     r"""Most tokens in one forward and backward pass, padding included; a token that rows share counts once. A longer trajectory is a pass of its own."""
     layout: Literal["auto"] | Literal["tree", "packed", "padded"]
@@ -289,7 +319,7 @@ class TrainSection(TypedDict, total=False):
     warmup_minibatches: int
     r"""Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is then at the same point of each step in any run, and ends with it."""
     target_kl: float | None
-    r"""Largest KL divergence of a step, in nats a token: an update that exceeds it, at the tokens of the next minibatch (the last update: of the last one), is halved until it does not. None: no bound. The metric `kl/step` is the largest divergence that minibatches showed, before the last update: 0 with one minibatch. If tokens are stale, all minibatches but the first take a forward pass more."""
+    r"""Largest KL divergence of a step, in nats a token: an update that exceeds it, at the tokens of the next minibatch, is halved until it does not. None: no bound. The last update is measured at a sample of the first minibatch, an eighth of the step's tokens; if tokens are stale and `loss.anchor` is `behavior`, the others at an eighth of the next minibatch. The metric `kl/step` is the largest divergence before the last update: 0 with one minibatch."""
     ess_scaling: bool
     r"""Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small if few trajectories outweigh the rest, as among stale ones (VCPO)."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]

@@ -111,8 +111,8 @@ COMPARED: Mapping[str, Mapping[str, Any]] = {
     },
     "gigpo": {"scheme": "gigpo", "gamma": 1.0},
     "group_gae": {"scheme": "group_gae", "gamma": 1.0, "lam": 0.5},
-    "action_values, gamma 1": {"scheme": "action_values", "gamma": 1.0, "lam": 0.5},
-    "action_values": {"scheme": "action_values", "gamma": 0.8, "lam": 0.5},
+    "action_values": {"scheme": "action_values", "gamma": 1.0, "lam": 0.5},
+    "action_values, gamma .8": {"scheme": "action_values", "gamma": 0.8, "lam": 0.5},
 }
 """Schemes that were compared, as under `credit:` in a recipe. `turn_return, by turn` is that of the recipes that come along."""
 BY_KEYS = ("gigpo", "group_gae", "action_values")
@@ -178,7 +178,7 @@ class Advice(NamedTuple):
     """A scheme with its fields, and why."""
 
     section: Mapping[str, Any]
-    """What a recipe has under `credit:`."""
+    """Section `credit` of a recipe."""
     why: str
 
     @property

@@ -44,6 +44,7 @@ def launch(options: argparse.Namespace, rest: list[str]) -> None:
             sys.exit(USER_MISTAKE)
         process, failure = failures[0]
         how = f"exit status {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
+        how += " (perhaps for its memory)" if how == "SIGKILL" else ""
         raise TrainingError(
             f"process {process} of {options.processes} ended with {how}, and the run with it; "
             f"resume from its last checkpoint with `agentrl launch --processes {options.processes} RUN_FOLDER`"

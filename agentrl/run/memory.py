@@ -430,7 +430,8 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
     }
     update = {
         "gradients": _SINGLE * counted.trained // shards,
-        "weights before an update": _SINGLE * counted.trained // shards if train.target_kl else 0,
+        # With a GPU they are in the host's memory.
+        "weights before an update": _SINGLE * counted.trained // shards if train.target_kl and not memory else 0,
         **max(_moments(recipe, sizes, shards), key=_together),
         "tiles of logits": (_TILES + (logit_map(sizes.config).cap is not None))
         * _SINGLE

@@ -1,4 +1,4 @@
-"""Troubles of a machine, each once: signals, two processes on one run, a moved folder, clocks, shared memory, models."""
+"""Troubles of a machine, each once: signals, two processes on one run, a moved folder, clocks, memory, models."""
 
 import gzip
 import json
@@ -8,17 +8,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
+import psutil
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from agentrl.engine.vllm.common import is_installed
 from benchmarks.hostile.cases import CaseCounts
 from benchmarks.hostile.kills import MODES, rows
 from benchmarks.hostile.recipes import TINY
+from tests.support.ports import free_port
 
 STEPS = 12
 AGENTRL = [sys.executable, "-m", "agentrl"]
@@ -171,6 +176,138 @@ def _gzip_bomb(here: Path) -> str | None:
     return _clean(status, out, 2)
 
 
+def _killed(here: Path) -> str | None:
+    """The training process is killed as the kernel does that needs its memory; the next command says so, and resumes."""
+    recipe, run = _recipe(here), here / "run"
+    process = _started(here, "train", recipe, "--run_dir", run)
+    _wait_for_step(run, 3)
+    process.kill()
+    process.communicate(timeout=120)
+    before = rows(run)
+    status, out = _run(here, "train", run)
+    if "it was killed (perhaps for its memory)" not in " ".join(out.split()):
+        return f"not a word of the kill: {out[-300:]}"
+    return _clean(status, out, 0) or _complete(run) or (None if rows(run)[: len(before)] == before else "other rows")
+
+
+def _killed_rank(here: Path) -> str | None:
+    """One of two ranks is killed for its memory."""
+    recipe, run = _recipe(here), here / "run"
+    process = _started(here, "launch", "--processes", 2, recipe, "--run_dir", run)
+    _wait_for_step(run, 3)
+    ranks = [each for each in psutil.Process(process.pid).children(recursive=True) if each.environ().get("RANK") == "1"]
+    ranks[0].kill()
+    out, _ = process.communicate(timeout=200)
+    if wrong := _clean(process.returncode, out, 1):
+        return wrong
+    if "agentrl launch --processes 2" not in out:
+        return f"not a word of how to resume: {out[-300:]}"
+    before = rows(run)
+    status, out = _run(here, "launch", "--processes", 2, run)
+    return _clean(status, out, 0) or _complete(run) or (None if rows(run)[: len(before)] == before else "other rows")
+
+
+_CHILD = """
+import os, signal, subprocess, sys
+from agentrl import ToolEnv
+class Env(ToolEnv):
+    num = 0
+    def start(self, options): return "Well?"
+    def answer(self, text):
+        Env.num += 1
+        end = "import os; os.kill(os.getpid(), 9)" if Env.num in (9, 14, 30) else "pass"
+        subprocess.run([sys.executable, "-S", "-c", end], check=True)
+        self.finish()
+"""
+
+
+def _killed_child(here: Path) -> str | None:
+    """A process that an environment has started is killed for its memory: the episode fails, the run does not."""
+    recipe, run = _recipe(here, env={"id": "child:Env"}), here / "run"
+    (here / "child.py").write_text(_CHILD)
+    status, out = _run(here, "train", recipe, "--run_dir", run)
+    if wrong := _clean(status, out, 0) or _complete(run):
+        return wrong
+    return None if "SIGKILL" in out else f"not a word of the kill: {out[-300:]}"
+
+
+def _no_memory(here: Path) -> str | None:
+    """The model does not fit into the memory that the process may have."""
+    recipe, run = _recipe(here), here / "run"
+    local = {"hidden_size": 8192, "intermediate_size": 32768, "num_heads": 64, "num_layers": 8}
+    sizes = [word for name, size in local.items() for word in (f"--model.local.{name}", size)]
+    bound = ("prlimit", "--as=6000000000")
+    status, out = _run(here, "train", recipe, "--run_dir", run, *sizes, command=bound)
+    if wrong := _clean(status, out, 2):
+        return wrong
+    return None if "out of memory" in out and "Lower train." in out else f"not a word of what to lower: {out[-300:]}"
+
+
+_GREEDY = """
+import resource
+from agentrl import ToolEnv
+class Env(ToolEnv):
+    num = 0
+    def start(self, options): return "Well?"
+    def answer(self, text):
+        Env.num += 1
+        if Env.num == 20:
+            size = int(open("/proc/self/statm").read().split()[0]) * 4096
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        self.finish()
+"""
+
+
+def _memory_used_up(here: Path) -> str | None:
+    """A run is left with the memory that it has, and is resumed with more."""
+    recipe, run = _recipe(here, env={"id": "greedy:Env"}), here / "run"
+    (here / "greedy.py").write_text(_GREEDY)
+    status, out = _run(here, "train", recipe, "--run_dir", run, "--rollout.max_context_tokens", 60_000)
+    if status not in (0, 2) or "Traceback" in out:
+        return f"status {status}: {out[-400:]}"
+    (here / "greedy.py").write_text(_GREEDY.replace("== 20", "== -1"))
+    status, out = _run(here, "train", run)
+    return _clean(status, out, 0) or _complete(run)
+
+
+def _killed_server(here: Path) -> str | None:
+    """A server of vLLM's is killed for its memory, started again, and the run resumed."""
+    url = f"http://127.0.0.1:{free_port()}"
+    recipe, run = _recipe(here, engine={"name": "vllm_server", "server": {"url": url, "max_retries": 1}}), here / "run"
+    with _serving(here, recipe, url) as server:
+        process = _started(here, "train", recipe, "--run_dir", run, "--train.steps", 1000)
+        _wait_for_step(run, 3)
+        for each in psutil.Process(server.pid).children(recursive=True):
+            each.kill()
+        out, _ = process.communicate(timeout=200)
+        if wrong := _clean(process.returncode, out, 1):
+            return wrong
+        said, _ = server.communicate(timeout=60)
+        if "the server was killed" not in said:
+            return f"not a word of the kill: {said[-300:]}"
+    before = rows(run)
+    with _serving(here, recipe, url):
+        status, out = _run(here, "train", run, "--train.steps", len(before) + 2)
+    kept = rows(run)[: len(before)]
+    return _clean(status, out, 0) or (None if kept == before else "other rows")
+
+
+@contextmanager
+def _serving(here: Path, recipe: Path, url: str) -> "Iterator[subprocess.Popen[str]]":
+    process = _started(here, "serve", recipe)
+    try:
+        end = time.monotonic() + 200
+        while time.monotonic() < end and process.poll() is None:
+            with suppress(OSError):
+                if urlopen(f"{url}/health", timeout=5).status == 200:
+                    break
+            time.sleep(0.5)
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
 def _exported(here: Path) -> Path:
     recipe, run = _recipe(here), here / "run"
     _run(here, "train", recipe, "--run_dir", run, "--train.steps", 1)
@@ -213,6 +350,12 @@ TROUBLES: dict[str, Callable[[Path], str | None]] = {
     "a gzip bomb": _gzip_bomb,
     "weights of wrong shapes": _wrong_shapes,
     "auto_map": _own_code,
+    "a run killed for its memory": _killed,
+    "a rank killed for its memory": _killed_rank,
+    "an environment's process killed for its memory": _killed_child,
+    "a model that finds no memory": _no_memory,
+    "memory that is used up in a run": _memory_used_up,
+    **({"vLLM's server killed for its memory": _killed_server} if is_installed() else {}),
 }
 
 

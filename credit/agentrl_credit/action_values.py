@@ -30,8 +30,8 @@ class ActionValues(Comparison):
     needs: ClassVar[frozenset[Need]] = frozenset({Need.STATE_KEYS, Need.ACTION_KEYS})
     paper: ClassVar = "no paper; parts of ECPO 2606.05885 and GAGPO 2605.13217"
 
-    gamma: float = Field(default=0.8, ge=0, le=1)
-    """Discount; it ticks once per turn. 1 where the reward comes at the end, less where each turn earns its own."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount; it ticks once per turn. Less than 1 only where each turn earns its own."""
     lam: float = Field(default=0.5, ge=0, le=1)
     """1: all that followed. 0: one step, then the mean of the next state. Below 1, a truncated trajectory continues from
     the mean of the state it was left in."""

@@ -12,6 +12,7 @@ from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl_envs.key_door import KeyDoor
 from tests.support import chat_server
 from tests.support.each import each
+from tests.support.judge_server import judge_server
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +122,9 @@ def test_an_endpoint_that_does_not_answer_is_named(url: str, monkeypatch: pytest
         agentrl.play("key_door", "keyed", endpoint=url)
     with pytest.raises(ConfigError, match="name an environment"):
         agentrl.play(model="opens", endpoint=url)
+
+
+def test_a_key_that_an_endpoint_repeats_is_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    with judge_server(401) as server, pytest.raises(EnvironmentFailure, match=r"not now, Bearer \*\*\*"):
+        agentrl.play("key_door", "m", endpoint=server.url)

@@ -8,6 +8,7 @@ import pytest
 from agentrl.chat import AutoConfig, ChatMLConfig, Dialogue, Renderer, TemplateConfig, TemplateRenderer
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer
+from agentrl.types import Message
 from tests.support.each import each
 from tests.support.families import family_tokenizer
 from tests.support.templates import PROMPTS_THOUGHT, QWEN, THINKS, THOUGHT, changed, tokenizer
@@ -336,3 +337,17 @@ def test_a_template_with_a_clock_says_the_same_at_any_time() -> None:
 def test_chatml_can_be_asked_for_in_place_of_the_template() -> None:
     renderer = ChatMLConfig().build(tokenizer(REWRITING))
     assert renderer.extend((), (65, END), [USER]) is not None
+
+
+@each("name", ["gptoss", "llama3_1", "qwen3"])
+def test_the_answer_to_a_malformed_call_is_rendered_by_every_template(name: str) -> None:
+    made = family_tokenizer(name)
+    renderer = TemplateRenderer(made, name=name)
+    odd = {"id": "call_1", "type": "function", "function": {"name": "", "arguments": '{"name": look'}}
+    said: Message = {"role": "assistant", "content": "", "tool_calls": [odd]}
+    answer: Message = {"role": "tool", "tool_call_id": "call_1", "name": "look", "content": "That is no call."}
+    text = made.decode(renderer.start([{"role": "user", "content": "Hello."}, said, answer], []))
+    assert text.index('{"name": look') < text.index("That is no call.")
+    extension = renderer.extend((), (), [answer])
+    assert extension is not None
+    assert "That is no call." in made.decode(extension)

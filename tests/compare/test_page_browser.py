@@ -1,13 +1,18 @@
 """The page of a comparison as a browser shows it, light and dark, narrow and wide."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl.cli import main
 from agentrl.compare.page import write_comparison
+from agentrl.report.folder import RunFolder
 from tests.compare.test_comparison import BASE, BETTER, compared, curve
+from tests.report.test_html_browser import PAYLOADS
 from tests.support.browser import Watched, browser, until
 
 pytestmark = pytest.mark.process
@@ -86,3 +91,39 @@ DRAWN = """
   };
 }
 """
+
+
+def test_what_strangers_runs_say_runs_nothing_and_hides_nothing(
+    chromium: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    payloads = [text.format(n=number) for number, text in enumerate(PAYLOADS) if "\ud800" not in text]
+    metric = "eval/<img src=x onerror=HIT(99)>\u202e"
+    numbers = ("1e308", "NaN", "-1e99", "Infinity", "1e-320")
+    runs = []
+    for number, text in enumerate(payloads):
+        folder = RunFolder.create(
+            tmp_path / f"<img src=x onerror=HIT({number})> {number}",
+            {"env": {"id": "key_door"}, "chat": {"system": text}, "train": {"steps": 2, "device": "cpu"}},
+        )
+        for step in range(3):
+            value = numbers[(number + step) % len(numbers)] if step == 1 else str(0.1 * step)
+            row = f'{{"step": {step}, "eval/episodes": 4, {json.dumps(metric)}: {value}}}\n'
+            with (folder.path / "metrics.jsonl").open("a") as file:
+                file.write(row)
+        runs.append(str(folder.path))
+    page = tmp_path / "page.html"
+    main(["compare", *runs, "--metric", metric, "--html", str(page)])
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", capsys.readouterr().out)
+    context = chromium.new_context()
+    try:
+        context.add_init_script("window.HIT = (n) => console.error(`it ran: ${n}`)")
+        watched = Watched(context.new_page())
+        watched.page.goto(page.as_uri())
+        until(watched.page, "document.querySelector('.chart canvas') !== null")
+        seen = watched.page.locator("main").inner_text()
+        assert "<img src=x onerror=HIT(3)>" in seen
+        assert "⟨U+202E⟩" in seen
+        assert "\u202e" not in seen
+        assert (watched.errors, watched.dialogs, watched.requests) == ([], [], [page.as_uri()])
+    finally:
+        context.close()

@@ -108,7 +108,7 @@ def assert_same(found: Credit, expected: Credit) -> None:
 def test_the_built_in_schemes_are_installed() -> None:
     assert set(SCHEMES) >= {
         "uniform", "turn_return", "gigpo", "group_gae", "action_values", "ecpo", "turn_gae", "tree", "info_gain",
-        "redistribute", "distill", "judge", "shuffled",
+        "redistribute", "distill", "judge", "shuffled", "crbc", "g2po", "graphgpo", "triage",
     }  # fmt: skip
 
 
@@ -231,6 +231,7 @@ NOT_A_NUMBER = {
     "distill": "teacher_logprobs",
     "info_gain": "answer_logprobs",
     "judge": "turn_scores",
+    "triage": "turn_scores",
 }
 
 

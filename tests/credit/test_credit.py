@@ -199,6 +199,16 @@ def test_load_credit_names_the_field_and_the_fix(spec: Any, message: str) -> Non
         load_credit(spec)
 
 
+@each("name", ["bilevel_gae", "difference", "entropy_modulated", "hgpo", "hindsight", "mt_grpo", "token_residual"])
+def test_a_scheme_that_was_removed_is_named_with_what_comes_nearest(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^credit\.scheme: '{name}' was removed: .* Nearest to it is '(\w+)', or"
+    ) as caught:
+        load_credit({"scheme": name})
+    nearest = str(caught.value).partition("Nearest to it is '")[2].partition("'")[0]
+    load_credit({"scheme": nearest})
+
+
 def test_load_credit_reports_every_impossible_value_under_the_given_field() -> None:
     with pytest.raises(ConfigError) as caught:
         load_credit({"scheme": "uniform", "eps": 0, "ddof": 3}, field="train.credit")

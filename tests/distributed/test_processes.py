@@ -33,7 +33,7 @@ from agentrl.distributed.processes import (
     to_rank_zero,
 )
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.learn.config import LossConfig
+from agentrl.learn.config import CovarianceConfig, LossConfig, NLLConfig
 from agentrl.learn.learner import Learner
 from agentrl.learn.plan import Planner
 from agentrl.learn.signals import CriticConfig
@@ -51,7 +51,7 @@ from tests.support.learners import TOKENIZER, make_learner
 from tests.support.played import new_policy, play
 from tests.support.processes import START_METHOD
 from tests.support.tiers import first_quick
-from tests.support.trajectories import some_groups
+from tests.support.trajectories import some_demonstrations, some_groups
 
 pytestmark = pytest.mark.process
 
@@ -134,6 +134,7 @@ def update(
         max_grad_norm=1e9,
         sharding=sharding,
     )
+    learner.demonstrations = some_demonstrations(5)
     return gradients(learner, *credited(sizes, idle))
 
 
@@ -150,7 +151,11 @@ MIXTURE: dict[str, Any] = {
     "initializer_range": 0.2,
     "experts_implementation": "eager",  # the other takes no float64
 }
+TERMS = LossConfig(
+    covariance=CovarianceConfig(share=0.2, band=(-9.0, 9.0)), nll=NLLConfig(of="demonstrations", batch_size=3)
+)
 CASES = [
+    pytest.param([4, 2], (), TERMS, id="drawn tokens and demonstrations"),
     pytest.param([4, 3, 1, 2], (), SOME, id="uneven work"),
     pytest.param([4], (), SOME, id="less to share out than processes"),
     pytest.param([3, 3, 3], (0, 1, 2), SOME, id="no advantage anywhere"),

@@ -1,17 +1,21 @@
 """The rubric judge against an HTTP server that misbehaves as it is told, and against vLLM's own."""
 
+import gzip
 import itertools
 import json
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from agentrl import EnvironmentFailure, TaskEnv, UserError
 from agentrl.chat import train_tokenizer
 from agentrl.chat.chatml import ChatMLConfig
+from agentrl.cli import main
 from agentrl.engine.vllm.common import is_installed
 from agentrl.engine.vllm.launch import start_server
 from agentrl.env import endpoint as chat_client
@@ -134,6 +138,52 @@ def test_a_key_that_a_server_repeats_is_in_no_error(monkeypatch: pytest.MonkeyPa
         ):
             graded(server.url, max_retries=0)
         assert "sk-secret" not in str(caught.value)
+
+
+@each("key", ["sk-secret\nsk-other", "sk-s\u00e9cret", "sk-secret\x7f"])
+def test_a_key_that_no_header_can_hold_is_refused_without_its_text(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with judge_server() as server, pytest.raises(UserError, match="variable OPENAI_API_KEY holds no key") as caught:
+        graded(server.url, max_retries=0)
+    assert "sk-" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.process
+def test_a_key_is_in_nothing_that_a_run_writes_or_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key = "sk-0123456789secret"
+    monkeypatch.setenv("OPENAI_API_KEY", f" {key}\r\n")  # as a file of Windows has it
+    monkeypatch.chdir(tmp_path)
+    echoed = f'{{"scores": [1]}} {key}'
+    with judge_server(500, echoed, 401, f"no scores {key}", echoed) as server:
+        reward = {"reward": "judge", "url": server.url, "model": "m", "rubric": "Says 4.", "cache": "cache.sqlite"}
+        options = {"tasks": [{"prompt": f"{n}+2?"} for n in range(40)], "rewards": [reward | {"max_retries": 1}]}
+        recipe = {
+            "env": {"id": "tasks", "options": options},
+            "model": {"local": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}},
+            "rollout": {
+                "num_groups": 2,
+                "group_size": 2,
+                "max_turns": 1,
+                "max_turn_tokens": 4,
+                "max_context_tokens": 512,
+            },
+            "train": {"steps": 2, "num_minibatches": 1, "device": "cpu"},
+            "evaluation": {"num_tasks": 2},
+            "report": {"rollouts_every": 1},
+        }
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        main(["train", "recipe.yaml", "--run_dir", "run"])
+        main(["report", "run"])
+        assert all(sent["authorization"] == f"Bearer {key}" for sent in server.headers)
+    printed = capfd.readouterr()
+    texts = {"printed": (printed.out + printed.err).encode()}
+    for path in filter(Path.is_file, tmp_path.rglob("*")):
+        data = path.read_bytes()
+        texts[str(path)] = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+    assert "401" in "".join(text.decode(errors="replace") for text in texts.values())
+    assert [name for name, text in texts.items() if b"0123456789secret" in text] == []
 
 
 @pytest.mark.process

@@ -57,10 +57,10 @@ def sampled() -> Sampled:
             for _ in range(int(rng.integers(1, 5))):
                 num = int(rng.integers(1, 7))
                 odds_T = 1.5 * rng.normal(size=num) - 0.5
-                moved_T, engine_T, reference_T = (
+                moved_T, old_T, reference_T = (
                     odds_T + spread * rng.normal(size=num) for spread in (SPREADS[(g + number) % 3], 0.2, 0.5)
                 )
-                logprobs = [(-np.logaddexp(0, -odds)).tolist() for odds in (odds_T, moved_T, engine_T, reference_T)]
+                logprobs = [(-np.logaddexp(0, -odds)).tolist() for odds in (odds_T, moved_T, old_T, reference_T)]
                 columns.append([*logprobs, rng.exponential(size=num).tolist()])
                 acted = turn([1, 2], [3] * num, logprobs=logprobs[0])
                 reward, values = float(rng.normal()), tuple(rng.normal(size=num).tolist())
@@ -75,14 +75,14 @@ def sampled() -> Sampled:
         [list(chain(*column)) for column in zip(*(next(by_trajectory) for _ in range(num)), strict=True)]
         for num in lengths
     ]
-    behavior, policy, engine, reference, entropy = (padded([row[i] for row in rows]) for i in range(5))
+    behavior, policy, old, reference, entropy = (padded([row[i] for row in rows]) for i in range(5))
     none_BT = torch.zeros_like(policy)
     mask_BT = padded([[1.0] * len(row[0]) for row in rows])
     return Sampled(
         groups,
         Padded(
             policy_BT=policy,
-            old_BT=behavior,
+            old_BT=old,
             behavior_BT=behavior,
             reference_BT=reference,
             entropy_BT=entropy,
@@ -290,7 +290,8 @@ def ours(batch: Padded, credits: Sequence[Credit], config: LossConfig) -> Found:
     )
     clipped_BT = torch.zeros_like(is_token_BT)
     clipped_BT[is_token_BT] = torch.from_numpy(observations.column("clipped_T") > 0)
-    return Found(loss.detach(), *gradients(loss, policy_BT, entropy_BT), clipped_BT)
+    gradient_BT, of_entropy_BT = gradients(loss, policy_BT, entropy_BT)
+    return Found(loss.detach(), gradient_BT, of_entropy_BT, clipped_BT)
 
 
 def theirs(batch: Padded, loss: Callable[[Padded], Tensor]) -> Found:
@@ -337,7 +338,7 @@ def test_an_algorithm_has_the_advantages_loss_gradient_and_decisions_of_its_refe
     credits = list(chain(*assign_credit(load_credit(recipe.credit), groups)))
     found = [credit.advantages_T.tolist() for credit in credits]  # float32
     close(padded(found), by_token(reference.advantages(groups)), rtol=1e-6)
-    batch = replace(batch, advantages_BT=padded(found))
+    batch = replace(batch, advantages_BT=padded(found), old_BT=batch.behavior_BT)
     got = ours(batch, credits, recipe.loss)
     assert_alike(got, theirs(batch, reference.loss))
     for is_pushed_BT in (batch.advantages_BT > 0, batch.advantages_BT < 0):
@@ -345,9 +346,84 @@ def test_an_algorithm_has_the_advantages_loss_gradient_and_decisions_of_its_refe
         assert left == 0 if name in NEVER_LEAVES else 0.03 < left < 0.97
 
 
+BY_SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+CORRECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "KL divergence": (
+        {"algorithm": "grpo", "kl_coefficient": 0.3, "kl_estimator": "k3"},
+        {"beta": 0.3},
+    ),
+    "KL divergence beside the ratio of a trajectory": (
+        {"algorithm": "gspo", "kl_coefficient": 0.3, "kl_estimator": "k3"},
+        {"beta": 0.3, **BY_SEQUENCE},
+    ),
+    "unbiased KL divergence": (
+        {"algorithm": "dapo", "kl_coefficient": 0.3, "kl_estimator": "unbiased", "anchor": "recomputed"},
+        {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.3, "use_bias_correction_kl": True},
+    ),
+    "off-policy mask": ({"algorithm": "grpo", "off_policy_limit": 0.2}, {"off_policy_mask_threshold": 0.2}),
+    "off-policy mask by the engine, and KL divergence": (
+        {
+            "algorithm": "gspo",
+            "off_policy_limit": 0.2,
+            "anchor": "recomputed",
+            "kl_coefficient": 0.1,
+            "kl_estimator": "k3",
+        },
+        {"off_policy_mask_threshold": 0.2, "beta": 0.1, **BY_SEQUENCE},
+    ),
+    "entropy": ({"algorithm": "bnpo", "entropy_coefficient": 0.3}, {"loss_type": "bnpo", "entropy_coef": 0.3}),
+    **{
+        f"{level} {mode} of {name}": (
+            {
+                "algorithm": name,
+                "anchor": "recomputed",
+                "mismatch": mode,
+                "mismatch_limit": 1.2,
+                "mismatch_level": {"token": "token", "sequence": "product"}[level],
+            },
+            {
+                "use_vllm": True,
+                "vllm_importance_sampling_mode": f"{level}_{mode}",
+                "vllm_importance_sampling_clip_max": 1.2,
+                "vllm_importance_sampling_clip_min": 1 / 1.2 if mode == "mask" else None,
+                **(BY_SEQUENCE if name == "gspo" else {}),
+            },
+        )
+        for level in ("token", "sequence")
+        for mode in ("truncate", "mask")
+        for name in ("gspo", "grpo")
+    },
+}
+
+
+@pytest.mark.skipif(not is_installed(), reason="TRL, whose losses are the reference, is not installed")
+@each("name", CORRECTIONS)
+def test_a_correction_is_trls(name: str) -> None:
+    fields, settings = CORRECTIONS[name]
+    groups, batch = sampled()
+    config = LossConfig.model_validate(fields)
+    credits = list(chain(*assign_credit(load_credit({"scheme": "uniform"}), groups)))
+    batch = replace(batch, advantages_BT=padded([credit.advantages_T.tolist() for credit in credits]))
+    if config.anchor == "behavior":
+        batch = replace(batch, old_BT=batch.behavior_BT)
+    got, expected = ours(batch, credits, config), theirs(batch, partial(trl_loss, **settings))
+    close(got.loss, expected.loss, rtol=1e-9)
+    close(got.of_entropy_BT, expected.of_entropy_BT, rtol=1e-9)
+    gradients_BT = got.gradient_BT, expected.gradient_BT
+    if name.startswith("token ") and name.endswith("gspo"):
+        # A weight is that of its token, as an advantage is (GSPO-token); through TRL's mean it is shared by all.
+        gradients_BT = gradients_BT[0].sum(1), gradients_BT[1].sum(1)
+    close(*gradients_BT, rtol=1e-9)
+    # It is not the loss without the correction, in tokens of either sign.
+    plain = ours(batch, credits, LossConfig(algorithm=config.algorithm, anchor=config.anchor))
+    changed_BT = (got.gradient_BT - plain.gradient_BT).abs() + (got.of_entropy_BT - plain.of_entropy_BT).abs() > 1e-6
+    assert (changed_BT & (batch.advantages_BT < 0)).any()
+    assert (changed_BT & (batch.advantages_BT > 0)).any() == (name != "off-policy mask")
+
+
 def test_the_tokens_have_moved_as_far_as_the_references_tell_apart() -> None:
     batch = sampled().padded
-    moved_BT = (batch.policy_BT - batch.old_BT) * batch.mask_BT
+    moved_BT = (batch.policy_BT - batch.behavior_BT) * batch.mask_BT
     assert (moved_BT.exp() > 5).any()  # CISPO
     assert moved_BT.sum(1).abs().max() < 18  # TRL bounds the product of VESPO there, ours at 80
     assert len(set(batch.mask_BT.sum(1).tolist())) > 5

@@ -84,6 +84,7 @@ def test_updates_that_a_bound_always_shortens_are_told_with_the_rate() -> None:
     assert told(rows) == [(6, "shortened")]
     assert signs(rows)["shortened"].startswith("train.target_kl shortened 14 of 16 updates in 4 steps")
     assert "now 0.009" in signs(rows)["shortened"]
+    assert "shortened" not in signs([of_step | {"staleness/max": 1.0} for of_step in rows])
     assert "shortened" not in signs([row() | {"shortened_updates": 0.0, "updates": 0.0}] * 5)
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
-from weakref import ref
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl import Credit, StopReason, Trajectory, TrajectoryGroup, Turn
@@ -162,8 +160,8 @@ def test_minibatches_are_drawn_again_for_every_version() -> None:
 class ComputesAll(Learner):
     """Lays out what has no advantage as well."""
 
-    def plan(self, minibatch: CreditedMinibatch) -> list[TrainingPass]:
-        return super().plan(minibatch._replace(num_computed=len(minibatch.pairs)))
+    def plan(self, minibatch: CreditedMinibatch, *, share: float | None = None) -> list[TrainingPass]:
+        return super().plan(minibatch._replace(num_computed=len(minibatch.pairs)), share=share)
 
 
 @each("aggregation", ["trajectory-mean", "turn-mean", "token-mean"])
@@ -358,8 +356,8 @@ def test_a_minibatch_without_a_gradient_moves_neither_weights_nor_the_optimizers
 def test_a_step_in_which_no_token_is_computed_reports_counts_alone(loss: LossConfig) -> None:
     learner = make_learner(loss=loss, num_minibatches=3, target_kl=0.02)
     stale = mask_stale(GROUPS, CREDITS, oldest=9)
-    assert learner.update(GROUPS, stale, version=9) == {"skipped_minibatches": 3, "shortened_updates": 0}
-    assert learner.update([], [], version=10) == {"skipped_minibatches": 3, "shortened_updates": 0}
+    assert learner.update(GROUPS, stale, version=9) == {"updates": 0, "skipped_minibatches": 3, "shortened_updates": 0}
+    assert learner.update([], [], version=10) == {"updates": 0, "skipped_minibatches": 3, "shortened_updates": 0}
 
 
 def test_steps_in_which_no_token_is_computed_are_no_collapse() -> None:
@@ -539,19 +537,25 @@ def test_a_step_moves_the_policy_no_further_than_its_target() -> None:
     assert 0 < (weights(near) - start).norm() < (weights(far) - start).norm() / 2
 
 
-def sampled_by(learner: Learner, trajectory: Trajectory, *, noise: float) -> Trajectory:
+def sampled_by(
+    learner: Learner, trajectory: Trajectory, *, noise: float = 0.0, version: int | None = None
+) -> Trajectory:
     """The same tokens as the policy would sample them; with noise, as another one of the version before would."""
     rng, turns = np.random.default_rng(0), []
     for turn, context_ids in zip(trajectory.turns, contexts(trajectory), strict=True):
         own_T = learner.logprobs(context_ids, turn.action_ids).numpy()
         behavior_T = own_T + noise * rng.normal(size=len(own_T))
-        version = 0 if noise else 1
-        turns.append(replace(turn, behavior_logprobs=tuple(behavior_T.tolist()), versions=(version,) * len(own_T)))
+        its_own = version if version is not None else 0 if noise else 1
+        turns.append(replace(turn, behavior_logprobs=tuple(behavior_T.tolist()), versions=(its_own,) * len(own_T)))
     return replace(trajectory, turns=tuple(turns))
 
 
 @each("anchor", ["behavior", "recomputed", "sampled"])
-def test_what_is_stale_is_no_movement_of_the_step(anchor: Literal["behavior", "recomputed", "sampled"]) -> None:
+def test_what_is_stale_is_no_movement_of_the_step(
+    anchor: Literal["behavior", "recomputed", "sampled"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.learn.learner.SAMPLED_SHARE", 1.0)
+
     def updated(noise: float, *, num_minibatches: int = 3) -> dict[str, float]:
         """Update on groups of which one trajectory each is stale."""
         loss = LossConfig(trust="token", anchor=anchor)
@@ -579,22 +583,15 @@ def test_an_update_is_halved_until_the_policy_is_within_reach_or_taken_back() ->
     learner = make_learner()
     before = weights(learner)
 
-    def tally(share: float) -> MinibatchStats:
-        return make_tally(moved_T=[share])
-
     for needed, left in ((0, 1.0), (2, 0.25), (99, 0.0)):
         reach = KLLineSearch(learner.state, target=1e-3)
-        assert not reach.backtrack(
-            tally(9.0), lambda: tally(9.0)
-        )  # what is there before the first update is no movement
-        reach = KLLineSearch(learner.state, target=1e-3)
-        reach.backtrack(tally(0.0), lambda: tally(0.0))
+        assert not reach.backtrack(9.0, lambda: 9.0)  # before the first update there is nothing to shorten
         reach.keep_weights()
         with torch.no_grad():
             for parameter in learner.state.policy.parameters():
                 parameter.add_(1.0)
-        shown = iter([*[tally(1.0)] * (needed - 1), *[tally(0.0)] * 9] if needed < 99 else [tally(1.0)] * 99)
-        assert reach.backtrack(tally(1.0 if needed else 0.0), partial(next, shown)) == (needed > 0)
+        shown = iter([*[1.0] * (needed - 1), *[0.0] * 9] if needed < 99 else [1.0] * 99)
+        assert reach.backtrack(1.0 if needed else 0.0, partial(next, shown)) == (needed > 0)
         torch.testing.assert_close(weights(learner), before + left)
         assert reach.metrics() == {"shortened_updates": float(needed > 0)}
         with torch.no_grad():
@@ -604,13 +601,11 @@ def test_an_update_is_halved_until_the_policy_is_within_reach_or_taken_back() ->
 
 def test_an_update_that_two_minibatches_look_at_is_counted_once() -> None:
     learner = make_learner()
-    far, near = make_tally(moved_T=[1.0]), make_tally(moved_T=[0.0])
     reach = KLLineSearch(learner.state, target=1e-3)
-    reach.backtrack(near, lambda: near)
     for num_shortened in (1, 2):
         reach.keep_weights()
-        assert reach.backtrack(far, lambda: near)
-        assert reach.backtrack(far, lambda: near)  # of a minibatch that follows one without an update
+        assert reach.backtrack(1.0, lambda: 0.0)
+        assert reach.backtrack(1.0, lambda: 0.0)  # of a minibatch that follows one without an update
         assert reach.metrics() == {"shortened_updates": num_shortened}
 
 
@@ -636,22 +631,62 @@ def test_the_rate_that_is_told_is_that_of_the_last_update(monkeypatch: pytest.Mo
     assert metrics["learning_rate"] == rates[-1]
 
 
-def test_weights_before_an_update_are_let_go_before_those_of_the_next_are_copied() -> None:
-    class Living(TorchDispatchMode):
-        """Counts the earlier copies that are alive whenever something is copied."""
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.clone.default:
-                counted.append(sum(earlier() is not None for earlier in copies))
-            return func(*args, **(kwargs or {}))
-
-    reach = KLLineSearch(make_learner().state, target=1e-3)
+def test_weights_before_an_update_take_the_place_of_those_before_the_last_one() -> None:
+    learner = make_learner()
+    reach = KLLineSearch(learner.state, target=1e-3)
     reach.keep_weights()
-    copies, counted = [ref(weight) for weight in reach._before or ()], list[int]()
-    with Living():
-        reach.keep_weights()
-    assert counted == [0] * len(copies)
-    assert len(copies) > 0
+    first = [kept.data_ptr() for kept in reach._before or ()]
+    with torch.no_grad():
+        for parameter in learner.state.policy.parameters():
+            parameter.add_(1.0)
+    reach.keep_weights()
+    second = reach._before or []
+    assert [kept.data_ptr() for kept in second] == first
+    for kept, parameter in zip(second, learner.state.policy.parameters(), strict=True):
+        assert kept.device.type == "cpu"
+        assert torch.equal(kept, parameter)
+
+
+@each("version", [0, 1])
+def test_each_update_is_measured_at_tokens_whose_log_probabilities_before_the_step_are_known(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all tokens fresh, or all of them stale."""
+    learner = make_learner(is_double=True, num_minibatches=2, target_kl=1e3, max_tokens_per_micro_batch=60)
+    groups = [replace(g, trajectories=tuple(sampled_by(learner, t, version=0) for t in g.trajectories)) for g in GROUPS]
+    monkeypatch.setattr(learner_module, "SAMPLED_SHARE", 1.0)
+    first, second = ([t for t, _ in each.pairs] for each in learner.draw(groups, CREDITS, version=version))
+    model = learner.state.policy.model
+    with torch.no_grad():
+        before = {t.trajectory_id: action_logprobs(model, t) for t in first + second}
+    found, expected = list[float](), list[float]()
+
+    def compare(self: KLLineSearch, divergence: float, measure: Callable[[], float]) -> bool:
+        with torch.no_grad():
+            moved = [action_logprobs(model, t) - before[t.trajectory_id] for t in (first if found else second)]
+        expected.append(float((torch.cat(moved).expm1() - torch.cat(moved)).mean()))
+        found.extend([divergence])
+        assert measure() == pytest.approx(divergence, rel=1e-9)
+        return False
+
+    monkeypatch.setattr(KLLineSearch, "backtrack", compare)
+    learner.update(groups, CREDITS, version=version)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert len(found) == 2
+    assert min(found) > 1e-6
+
+
+def test_the_last_update_is_measured_at_an_eighth_of_the_tokens_and_without_a_pass_before_it() -> None:
+    groups = some_groups([16])
+    credits = [[Credit.uniform(t, 1.0 if n % 2 else -1.0) for n, t in enumerate(groups[0].trajectories)]]
+    passes: dict[bool, list[int]] = {}
+    for is_bounded in (False, True):
+        learner = make_learner(num_minibatches=1, layout="packed", target_kl=1e3 if is_bounded else None)
+        seen = passes.setdefault(is_bounded, [])
+        learner.state.policy.register_forward_hook(lambda _, args, __, seen=seen: seen.append(args[0].ids_BL.numel()))
+        learner.update(groups, credits, version=1)
+    assert passes[True][:-1] == passes[False]
+    assert 0 < passes[True][-1] <= sum(passes[False]) / 8
 
 
 def test_the_divergence_of_a_minibatch_is_that_of_schulman() -> None:
@@ -659,3 +694,51 @@ def test_the_divergence_of_a_minibatch_is_that_of_schulman() -> None:
     expected = ((math.exp(0.5) - 1 - 0.5) + (math.exp(-1.0) - 1 + 1.0)) / 3
     assert divergence(tally) == pytest.approx(expected, rel=1e-12)
     assert divergence(MinibatchStats()) == 0
+
+
+def action_logprobs(model: Any, trajectory: Trajectory) -> torch.Tensor:
+    """Return the log-probabilities of all action tokens: (T,)."""
+    found = []
+    for turn, context_ids in zip(trajectory.turns, contexts(trajectory), strict=True):
+        logits = model(torch.tensor([[*context_ids, *turn.action_ids]])).logits[0, len(context_ids) - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(turn.action_ids)[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@each("anchor", ["behavior", "recomputed"])
+def test_two_epochs_equal_a_plain_loop_over_their_minibatches(anchor: Literal["behavior", "recomputed"]) -> None:
+    loss = LossConfig(unit="token", trust="fixed", clip_low=0.2, clip_high=0.3, anchor=anchor)
+    learner = make_learner(
+        loss=loss, is_double=True, num_minibatches=2, epochs=2, learning_rate=1e-3, schedule="linear", steps=2
+    )
+    model = copy.deepcopy(learner.state.policy.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    everyone = [t for group in GROUPS for t in group.trajectories]
+    with torch.no_grad():  # before the first of all updates
+        before = {t.trajectory_id: action_logprobs(model, t) for t in everyone}
+    drawn = [learner.draw(GROUPS, CREDITS, version=1, epoch=epoch) for epoch in (0, 1)]
+    members = [[{t.trajectory_id for t, _ in minibatch.pairs} for minibatch in of_epoch] for of_epoch in drawn]
+    assert members[0] not in (members[1], members[1][::-1])
+    assert [len(first | second) for first, second in members] == [12, 12]
+    losses = []
+    for number, minibatch in enumerate(chain(*drawn)):
+        total = torch.zeros((), dtype=torch.float64)
+        for t, credit in minibatch.pairs:
+            behavior_T = torch.tensor([p for turn in t.turns for p in turn.behavior_logprobs], dtype=torch.float64)
+            anchor_T = behavior_T if anchor == "behavior" else before[t.trajectory_id]
+            ratio_T, advantage_T = (action_logprobs(model, t) - anchor_T).exp(), torch.tensor(credit.advantages_T)
+            term_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(0.8, 1.3) * advantage_T)
+            total = total - term_T.mean() / len(minibatch.pairs)
+        optimizer.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - number / 8)  # eight minibatches in the run's two steps
+        optimizer.step()
+        losses.append(total.item())
+    metrics = learner.update(GROUPS, CREDITS, version=1)
+    assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert metrics["skipped_minibatches"] == 0
+    assert learner.state.schedule.last_epoch == 4
+    expected = torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
+    # Adam moves by the gradient's sign in its first step, also where the gradient is a rounding error.
+    assert ((weights(learner) - expected).abs() < 1e-8).double().mean() > 0.999

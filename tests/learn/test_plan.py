@@ -22,10 +22,11 @@ from agentrl.credit import Credit
 from agentrl.errors import UserError
 from agentrl.learn.batch import Batch
 from agentrl.learn.loss import policy_loss
-from agentrl.learn.plan import MicroBatch, Planner
+from agentrl.learn.plan import MicroBatch, PassTokens, Planner
 from agentrl.learn.tokens import Aggregation, RatioUnit, rows_of
 from agentrl.learn.trust import fixed
 from agentrl.policy.config import Layout, LocalModelConfig
+from agentrl.policy.layout.tree import plan_tree
 from agentrl.policy.model import Policy, make_local_model
 from agentrl.types import Trajectory, TrajectoryGroup
 from tests.support.each import each
@@ -90,6 +91,35 @@ def shares_of(
 def owners_of(batch: Batch, **plan: Any) -> list[list[set[int]]]:
     """The trajectories in each pass of each process."""
     return [[set(batch.tokens.trajectory_T[m.token_T].tolist()) for m in share] for share in shares_of(batch, **plan)]
+
+
+@given(groups=GROUPS, split=SPLITS, share=st.floats(0.01, 1.0), seed=st.integers(0, 99))
+def test_a_sample_is_the_same_on_any_number_of_ranks_within_its_budget_and_each_has_its_own(
+    groups: list[TrajectoryGroup], split: dict[str, Any], share: float, seed: int
+) -> None:
+    trajectories = members_of(groups)
+    batch = batch_of(trajectories, some_credits(trajectories))
+    order = np.random.default_rng(seed).permutation(batch.tokens.num_trajectories).tolist()
+    num_ranks, planner = split["num_processes"], Planner(max_tokens=split["max_tokens"], layout=split["layout"])
+
+    def members(passes: list[PassTokens]) -> set[int]:
+        return {int(i) for each in passes for i in batch.tokens.trajectory_T[each.token_T]}
+
+    (alone,) = planner.sample(batch.tokens, share=share, trajectories=order)
+    sampled = planner.sample(batch.tokens, share=share, trajectories=order, num_processes=num_ranks)
+    assigned = planner.assign(batch.tokens, num_processes=num_ranks, trajectories=order)
+    chosen = members(alone)
+    assert chosen == set(order[: len(chosen)]) == set[int]().union(*map(members, sampled))
+    assert len({len(passes) for passes in sampled}) == 1
+    for own, of_all in zip(sampled, assigned, strict=True):
+        assert members(own) == members(of_all) & chosen
+    if (
+        len(chosen) > 1 and split["layout"] == "tree"
+    ):  # the passes of other layouts are padded to their own longest rows
+        whole = planner.assign(batch.tokens, trajectories=order)[0]
+        trees = [[plan_tree([row.astype(np.int64) for row in each.rows]) for each in of] for of in (alone, whole)]
+        sizes = [sum(tree.num_tokens for tree in of) for of in trees]
+        assert len(alone) > 1 or sizes[0] <= share * sizes[1]
 
 
 def loss_of(batch: Batch, micro: MicroBatch, policy: Policy) -> Tensor:

@@ -375,6 +375,30 @@ def test_a_rejected_unit_has_no_loss_on_either_side() -> None:
     assert is_rejected(torch.tensor([0.4, 0.5, 1.9, 2.0, 2.1]), 2.0).tolist() == [True, False, False, False, True]
 
 
+def test_a_divergence_bounds_the_weight_of_a_token_that_rose_from_almost_nothing() -> None:
+    # From e^-4.5 to e^-.5, and pushed down: it is within, and its ratio of e^4 is cut at 20.
+    logprobs_T, log_ratio_T, unit_T = f64(-0.5), f64(4.0), torch.tensor([0])
+    risen = Ratios(logprobs_T, log_ratio_T, unit_T, log_ratio_T.exp(), f64(-1.0))
+    for kind in ("tv", "kl"):
+        region = divergence(risen, low=0.1, high=0.1, kind=kind)
+        assert [part.tolist() for part in region] == [[-10.0], [20.0], [False]]
+
+
+@each("region", REGIONS)
+@each("dtype", [torch.float32, torch.float64])
+def test_tokens_that_moved_beyond_all_numbers_have_finite_values_and_factors(region: str, dtype: torch.dtype) -> None:
+    for logprob, log_ratio in ((-0.0, 1e4), (-1e-9, 200.0), (-1e4, -1e4), (-200.0, -199.0), (-0.0, 0.0)):
+        for advantage in (-1.0, 0.0, 1.0):
+            logprobs_T, log_ratio_T, advantage_T = (
+                torch.tensor([one], dtype=dtype) for one in (logprob, log_ratio, advantage)
+            )
+            ratio_U = log_ratio_T.clamp(-80, 80).exp()
+            found = REGIONS[region][0](Ratios(logprobs_T, log_ratio_T, torch.tensor([0]), ratio_U, advantage_T))
+            assert found.value_T.dtype == found.factor_T.dtype == dtype
+            assert bool(found.value_T.isfinite()), (logprob, log_ratio, advantage)
+            assert bool(found.factor_T.isfinite()), (logprob, log_ratio, advantage)
+
+
 @each("region", REGIONS)
 def test_a_token_without_an_advantage_leaves_no_region(region: str) -> None:
     for log_ratio in (-1.0, 1.0):

@@ -1,14 +1,19 @@
 """Which scheme suits what rollouts show."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
-from agentrl import TrajectoryGroup
+from agentrl import Credit, TrajectoryGroup
+from agentrl.api.target import load
+from agentrl.cli import main
 from agentrl.credit import load_credit
 from agentrl.report.advise import COMPARED, Advice, RunProfile, Task, advise, read_map, show
+from agentrl.report.folder import RunFolder
+from agentrl.report.records import records
 from agentrl.testing import make_group
 from tests.support.tabular import BASE, SCHEMES, Row
 
@@ -86,7 +91,7 @@ def test_the_nearest_task_decides() -> None:
 
 
 def test_the_recipe_has_the_options_with_which_the_scheme_was_compared() -> None:
-    gains = {"action_values, gamma 1": (0.3, 0.03), "turn_return": (0.0, 0.01)}
+    gains = {"action_values": (0.3, 0.03), "turn_return": (0.0, 0.01)}
     tasks = [Task(name="one", seeds=9, profile=SHOWN, gains=gains)]
     assert advise(SHOWN, tasks).line == "credit: {scheme: action_values, gamma: 1.0, lam: 0.5}"
     for name in {name for task in read_map() for name in task.gains} | {"uniform"}:
@@ -133,3 +138,16 @@ def test_the_map_that_comes_along_knows_tasks_and_installed_schemes() -> None:
     assert len({task.name for task in tasks}) == len(tasks) >= 1
     assert all(set(task.gains) < set(COMPARED) and task.seeds >= 100 for task in tasks)
     assert all(task.name in advise(task.profile, tasks).why for task in tasks)
+
+
+def test_a_run_of_an_environment_that_has_a_recipe_gets_its_credit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder.create(tmp_path / "run", load("calculator")[0].model_dump(mode="json"))
+    unlike = make_group([[1.0], [0.0]] * 100)  # any task on which schemes were compared
+    credits = [Credit.uniform(trajectory, 1.0) for trajectory in unlike.trajectories]
+    run.add_rollouts(1, records([unlike], [credits], step=1, piece=str))
+    main(["credit", "advise", str(run.path)])
+    out = capsys.readouterr().out
+    assert "\ncredit: {scheme: turn_return, baseline: turn, leave_one_out: false, gamma: 0.5, normalize: std}\n" in out
+    assert "The recipe that comes along for this environment has it; no task on which schemes were compared" in out

@@ -25,11 +25,13 @@ def recorded(groups: list[TrajectoryGroup], folder: Path) -> list[TrajectoryReco
     return list(read_records(run.rollouts()[0]))
 
 
-def printed(found: list[TrajectoryRecord], shown: list[TrajectoryRecord], scheme: str, *, colour: bool = False) -> str:
+def printed(
+    found: list[TrajectoryRecord], shown: list[TrajectoryRecord], scheme: str, *, colour: bool = False, **fields: float
+) -> str:
     console = Console(
         file=io.StringIO(), width=160, force_terminal=colour, color_system="truecolor" if colour else None
     )
-    for table in explain(load_credit({"scheme": scheme}), found, shown=shown):
+    for table in explain(load_credit({"scheme": scheme, **fields}), found, shown=shown):
         console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -72,7 +74,7 @@ def test_an_episode_that_failed_before_its_first_turn_is_an_empty_table(tmp_path
 def test_tokens_that_differ_are_shown_with_their_range(tmp_path: Path) -> None:
     found = recorded(GROUPS, tmp_path)
     assert "+0.738 (+0.650 .. +0.825)" not in printed(found, found[:1], "turn_gae")
-    assert " .. " in printed(found, found[:1], "distill")
+    assert " .. " in printed(found, found[:1], "distill", discount=0.5)
 
 
 def test_actions_are_coloured_by_the_scheme_not_by_what_training_used(tmp_path: Path) -> None:

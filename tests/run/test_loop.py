@@ -4,6 +4,7 @@ import asyncio
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Event
 from typing import Any, Literal
@@ -13,12 +14,14 @@ import pytest
 import torch
 
 from agentrl import Trajectory
+from agentrl.credit import assign_credit
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.engine.vllm.engine import VLLMConfig
 from agentrl.errors import ConfigError, EngineError, TrainingError
 from agentrl.learn.interrupt import _interrupted
+from agentrl.learn.rewarding import kl_metrics, subtract_kl
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import Parts, build
@@ -317,3 +320,21 @@ def test_what_was_sampled_before_a_kill_is_no_throughput_of_the_step_that_is_giv
         bool(groups): clock.metrics(groups, sampling_s=0.0, is_async=False).keys() for groups in ([], some_groups([2]))
     }
     assert names[True] - names[False] == {"time/sampled_tokens_per_s", "time/tokens_per_s"}
+
+
+def test_a_step_credits_what_is_left_of_the_rewards_and_shows_the_environments(runs: Runs) -> None:
+    k1: dict[str, Any] = {"kl_coefficient": 0.5, "kl_estimator": "k1_reward"}
+    parts = runs.build(loss=k1, credit={"scheme": "uniform", "normalize": "none"})
+    shifted = [(n, t + 0.05 if t.ndim > 1 else t) for n, t in parts.learner.state.weights()]
+    parts.policy.model.load_state_dict(dict(shifted))
+    parts.weight_sync.verify_and_push(0)
+    groups = parts.runner.run(parts.pool.collect())
+    result = loop.credit_and_update(parts, groups, version=0, is_replaying=False, clock=Stopwatch())
+    rewards = {t.trajectory_id: t.reward for group in groups for t in group.trajectories}
+    assert {t.trajectory_id: t.reward for group in result.groups for t in group.trajectories} == rewards
+    credits = assign_credit(parts.credit, subtract_kl(result.groups, coefficient=0.5))
+    for found, expected in zip(chain(*result.credits), chain(*credits), strict=True):
+        assert np.array_equal(found.advantages_T, expected.advantages_T)
+    assert result.metrics["kl/reference"] == kl_metrics(result.groups)["kl/reference"]
+    assert abs(result.metrics["kl/reference"]) > 1e-4
+    assert result.metrics["reward/mean"] == np.mean(list(rewards.values()))

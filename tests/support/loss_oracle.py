@@ -228,15 +228,23 @@ def _ends(unit: list[Token], widths: list[float], config: LossConfig) -> tuple[f
     return max(0.0, 1 - low * wider), 1 + high * wider
 
 
-def _mismatch(unit: list[Token], config: LossConfig) -> list[tuple[float, bool]]:
-    """Factors of the weights of a unit's tokens, and whether a limit changed them."""
+def _mismatch(tokens: Sequence[Token], config: LossConfig) -> list[list[tuple[float, bool]]]:
+    """For tokens that are corrected together: factors of their weights, and whether a limit changed them."""
+    if config.mismatch_level == "product":
+        sets = [list(of_one) for _, of_one in groupby(tokens, key=lambda token: token.trajectory)]
+    else:
+        sets = [[tokens[t] for t in unit] for unit in _units(tokens, config)]
+    return [_corrections(of_one, config) for of_one in sets]
+
+
+def _corrections(together: list[Token], config: LossConfig) -> list[tuple[float, bool]]:
     if config.mismatch == "off":
-        return [(1.0, False)] * len(unit)
-    apart = [token.anchor(config) - token.behavior for token in unit]
-    together = sum(apart) / (1 if config.mismatch_level == "product" else len(unit))
+        return [(1.0, False)] * len(together)
+    apart = [token.anchor(config) - token.behavior for token in together]
+    of_all = sum(apart) / (1 if config.mismatch_level == "product" else len(together))
     found = []
     for own in apart:
-        factor = exp(own if config.mismatch_level == "token" else together)
+        factor = exp(own if config.mismatch_level == "token" else of_all)
         is_far = factor > config.mismatch_limit
         if config.mismatch == "mask":
             is_far |= factor < 1 / config.mismatch_limit
@@ -290,20 +298,21 @@ def expected_step(
     zeros = [0.0] * len(tokens)
     found = Expected(gradient=[*zeros], entropy_gradient=[*zeros], clipped=[False] * len(tokens))
     units = [[tokens[t] for t in unit] for unit in _units(tokens, config)]
-    off_policy = _off_policy(tokens, config)
-    rejected = limited = one_sided = mixed = touched = t = 0
+    off_policy, mismatch = _off_policy(tokens, config), _mismatch(tokens, config)
+    corrections = [factor for of_one in mismatch for factor, _ in of_one]
+    rejected = one_sided = mixed = touched = t = 0
     for unit in units:
         log_ratios = [token.policy - token.anchor(config) for token in unit]
         mean = sum(log_ratios) / len(unit)
         staleness = sum(VERSION - token.version for token in unit) / len(unit)
         widths = _widths(staleness, len(unit), config, measured)
         is_rejected = config.reject is not None and not 1 / config.reject <= exp(mean) <= config.reject
-        factors, first = _mismatch(unit, config), t
-        for place, (token, (correction, _)) in enumerate(zip(unit, factors, strict=True)):
+        first = t
+        for place, token in enumerate(unit):
             value, factor, has_left = _decision(place, unit, widths, config)
             if is_rejected:
                 value, factor, has_left = 0.0, 0.0, token.advantage != 0
-            weight = 0.0 if off_policy[t] else weights[t] * correction
+            weight = 0.0 if off_policy[t] else weights[t] * corrections[t]
             estimate, slope = _divergence(token, config)
             found.loss += config.kl_coefficient * weights[t] * estimate - weight * value * token.advantage
             found.loss -= config.entropy_coefficient * weights[t] * token.entropy
@@ -311,8 +320,6 @@ def expected_step(
             found.entropy_gradient[t] = -config.entropy_coefficient * weights[t]
             found.clipped[t] = has_left
             t += 1
-        limits = [is_limited for _, is_limited in factors]
-        limited += sum(limits) if config.mismatch_level == "token" else limits[0]
         has_up, has_down = (any(sign * token.advantage > 0 for token in unit) for sign in (1, -1))
         rejected += is_rejected
         touched, mixed = touched + any(found.clipped[first:t]), mixed + (has_up and has_down)
@@ -350,7 +357,12 @@ def expected_step(
     if config.reject is not None:
         found.metrics["clip/units_rejected"] = rejected / len(units)
     if config.mismatch != "off":
-        found.metrics["mismatch/limited"] = limited / len(tokens if config.mismatch_level == "token" else units)
+        limits = [
+            is_limited
+            for of_one in mismatch
+            for _, is_limited in (of_one if config.mismatch_level == "token" else of_one[:1])
+        ]
+        found.metrics["mismatch/limited"] = sum(limits) / len(limits)
     if config.off_policy_limit is not None:
         found.metrics["clip/off_policy_tokens"] = sum(off_policy) / len(tokens)
     if config.kl_coefficient:

@@ -38,7 +38,7 @@ BASE = Cell()
 SHUFFLED = "shuffled action_values"
 SCHEMES: dict[str, dict[str, Any]] = {
     **{name: dict(section) for name, section in COMPARED.items()},
-    SHUFFLED: {"scheme": "shuffled", "of": dict(COMPARED["action_values, gamma 1"])},
+    SHUFFLED: {"scheme": "shuffled", "of": dict(COMPARED["action_values"])},
 }
 
 

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from agentrl.chat import TurnTokens
 from agentrl.credit import Credit
 from agentrl.learn.batch import Batch, make_batch
 from agentrl.learn.tokens import Aggregation, RatioUnit
+from agentrl.rollout.demonstrations import Demonstration
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
 
 VOCABULARY = 261
@@ -71,6 +73,17 @@ def some_groups(sizes: Sequence[int], seed: int = 0) -> list[TrajectoryGroup]:
             members.append(replace(member, turns=turns))
         groups.append(TrajectoryGroup(group_id=f"g{number}", trajectories=tuple(members)))
     return groups
+
+
+def some_demonstrations(num: int, seed: int = 8) -> list[Demonstration]:
+    """Draw demonstrations, some of which rewrite their history."""
+    found = []
+    for t in some_groups([num], seed)[0].trajectories:
+        turns = [
+            TurnTokens(observation_ids=k.observation_ids, extends=k.extends, action_ids=k.action_ids) for k in t.turns
+        ]
+        found.append(Demonstration(turns=tuple(turns), is_over=True))
+    return found
 
 
 def some_credits(trajectories: Sequence[Trajectory], seed: int = 0) -> list[Credit]:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_GRPO = ("trainer/grpo_trainer.py", "GRPOTrainer", ("_compute_loss", "get_off_policy_mask", "get_gamma_weights"))
-_GMPO = ("experimental/gmpo/gmpo_trainer.py", "GMPOTrainer", ("_compute_loss",))
+_GRPO, _GMPO = ("trainer/grpo_trainer.py", "GRPOTrainer"), ("experimental/gmpo/gmpo_trainer.py", "GMPOTrainer")
+"""File and class of each trainer."""
 _CORRECTION = "self.use_vllm and self.vllm_importance_sampling_correction"
 """The condition under which the engine's mismatch is corrected."""
 _IMPORTS = {"torch": torch, "math": math, "Any": Any, "nanmin": torch.min, "nanmax": torch.max}
@@ -45,7 +45,7 @@ def is_installed() -> bool:
     return find_spec("trl") is not None
 
 
-def trl_loss(batch: Padded, *, trainer: tuple[str, str, tuple[str, ...]] = _GRPO, **settings: Any) -> Tensor:
+def trl_loss(batch: Padded, *, trainer: tuple[str, str] = _GRPO, **settings: Any) -> Tensor:
     """Return the loss that a trainer of TRL computes, with these settings, for advantages of whole trajectories."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(batch.policy_BT.dtype)  # numbers such as SAPO's temperature are tensors of it
@@ -137,15 +137,14 @@ def _methods(path: str, name: str) -> dict[str, ast.FunctionDef]:
 
 
 @cache
-def _method(name: str, trainer: tuple[str, str, tuple[str, ...]]) -> Callable[..., Any]:
-    path, of_class, _ = trainer
-    return _compiled(_methods(path, of_class)[name])
+def _method(name: str, trainer: tuple[str, str]) -> Callable[..., Any]:
+    return _compiled(_methods(*trainer)[name])
 
 
 @cache
 def _importance_sampling_ratio() -> Callable[..., Tensor]:
     """Return the lines of `GRPOTrainer` that correct the mismatch of engine and trainer, as a function."""
-    scoring = _methods(*_GRPO[:2])["_generate_and_score_completions"]
+    scoring = _methods(*_GRPO)["_generate_and_score_completions"]
     result = "vllm_importance_sampling_ratio"
     (lines,) = (
         node.body
@@ -162,7 +161,7 @@ def _importance_sampling_ratio() -> Callable[..., Tensor]:
 
 
 def _compiled(function: ast.FunctionDef) -> Callable[..., Any]:
-    namespace = dict(_IMPORTS)
+    namespace: dict[str, Any] = dict(_IMPORTS)
     function.decorator_list = [
         one for one in function.decorator_list if ast.unparse(one) != "staticmethod"
     ]  # called without a trainer

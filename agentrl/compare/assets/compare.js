@@ -1,7 +1,7 @@
 "use strict";
 /* A comparison: what comes of it first, then curves, then the tables. */
 {
-  const { words, comparisons } = pageData();
+  const { words, comparisons } = pageData((_, value) => (typeof value === "string" ? plain(value) : value));
   const page = document.getElementById("page");
   const columns = (names) => names.map((name, index) => ({ name, numeric: index > 0 }));
   page.append(el("h1", {}, "Comparison"));

@@ -49,8 +49,9 @@ class WorkerExtension:
             result = update_states(scheduler_output)
             for new in scheduler_output.scheduled_new_reqs:
                 generator = runner.requests[new.req_id].generator
-                drawn = (getattr(new.sampling_params, "extra_args", None) or {}).get(DRAWN, 0)
-                if generator is not None and drawn:
+                drawn = (getattr(new.sampling_params, "extra_args", None) or {}).get(DRAWN)
+                # An error here would end the server, and a huge number its memory.
+                if generator is not None and isinstance(drawn, int) and 0 < drawn <= len(new.prompt_token_ids or ()):
                     torch.randint(0, 2**31, (drawn,), generator=generator, dtype=torch.long)
             return result
 

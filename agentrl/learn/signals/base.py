@@ -64,7 +64,7 @@ class SignalContext:
     scheme: CreditScheme
     """The scheme whose `requirements()` are measured."""
     loss_needs: frozenset[Need] = frozenset()
-    """What is measured for the loss beside them (`LossConfig.needs`)."""
+    """Signals that are measured for the loss beside them (`LossConfig.needs`)."""
     config: SignalsConfig
     policy: "Policy"
     """The weights in training."""
@@ -79,7 +79,7 @@ class SignalContext:
     history: HistoryConfig
     """Part of earlier turns that the rollouts' contexts show."""
     temperature: float
-    """Temperature of the rollouts, and of all log-probabilities and entropies."""
+    """Temperature of the rollouts, and of all log-probabilities."""
     max_tokens: int
     """Budget of a micro-batch."""
     is_sharded: bool

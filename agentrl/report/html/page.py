@@ -33,9 +33,9 @@ def write_page(
     """Write a page, and return its path.
 
     A page begins with an empty `<main id="page">`, which its scripts fill. `page.js` comes before them and has what they need:
-    `pageData()` (what is given as `data`), `el(tag, attributes, ...children)` (an element, whose children are elements or
-    text), `shown(number)`, and `lineChart({title, curves, ...})` (a figure with uPlot, as `page.js` says). `page.css` has
-    the colours and the style of headings, cards, tables and charts, light and dark.
+    `pageData(revive)` (what is given as `data`; `revive` is that of `JSON.parse`), `el(tag, attributes, ...children)` (an
+    element, whose children are elements or text), `shown(number)`, and `lineChart({title, curves, ...})` (a figure with uPlot,
+    as `page.js` says). `page.css` has the colours and the style of headings, cards, tables and charts, light and dark.
 
     Args:
         out: the file.

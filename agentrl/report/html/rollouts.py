@@ -18,7 +18,7 @@ from agentrl.types import Message, Need
 OtherCredit = Mapping[str, Mapping[tuple[str, str], Sequence[float]]]
 """By the name of a credit scheme, and the ids of group and trajectory: the advantage of each sampled token."""
 
-_DIGITS = {"ratio": 6, "logprob": 3, "entropy": 3, "entropies": 3}
+_DIGITS = {"ratio": 6, "logprob": 3, "entropy": 3}
 """Digits of the numbers of tokens, if they are not four: a clip range differs from 1 in the fourth."""
 
 _MAX_TEXT, _MAX_PREVIEW = 20_000, 160

@@ -5,8 +5,8 @@
  * (trusted types) refuses innerHTML and its like.
  */
 
-function pageData() {
-  return JSON.parse(document.getElementById("data").textContent);
+function pageData(revive) {
+  return JSON.parse(document.getElementById("data").textContent, revive);
 }
 
 /** Decompress a block of the page: gzip in base64, in an element of its own. */
