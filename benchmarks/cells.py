@@ -55,7 +55,7 @@ from benchmarks.evidence import (
     train,
     warm_up,
 )
-from benchmarks.result_lines import append_line, read_lines
+from benchmarks.result_lines import append_line, fields_block, read_lines
 
 ENVS = ("key_door", "corridor")
 RATES = (3e-4, 6e-4, 1.2e-3)
@@ -365,11 +365,25 @@ def tell(known: Results) -> None:
     tell_effects(known, limits)
     print("\nBeside them, p without adjustment:\n")
     tell_others(known)
+    print()
+    tell_fields()
     seconds, cpu = ([result[name] for result in known.values()] for name in ("seconds", "cpu_seconds"))
     print(
         f"\n{len(known)} runs, {sum(cpu) / 3600:.1f} hours of processor time; one takes {statistics.median(cpu):.0f} s of it"
         f" and {statistics.median(seconds):.0f} s by the clock in the median"
     )
+
+
+def tell_fields() -> None:
+    """Print the fields that the cells resolve to today, for the page to record."""
+    for loss in RATIOS.values():
+        print(fields_block({"loss": {**loss, "aggregation": "trajectory-mean"}}, sections=["loss"]))
+    for credit in CREDITS.values():
+        print(fields_block({"credit": credit}, sections=["credit"]))
+    for env in ENVS:
+        name, changes = evidence.SETTINGS[env]
+        options = [*evidence.COMMON.split(), *changes.split(), "--train.target_kl", "0.02"]
+        print(fields_block(f"examples/{name}.yaml", options, sections=["train"]))
 
 
 def row(cell: Job, results: Sequence[Result], times: Sequence[float]) -> list[str]:
