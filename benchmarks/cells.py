@@ -9,8 +9,9 @@ cell trains from that checkpoint, with the same first episodes, `train.target_kl
 
 A cell's rate is searched on `TUNING_SEEDS`, from `RATES` on, until half of the best and twice the best have been tried too; a
 rate that is behind by `MARGIN` of the area is not tried on further seeds. The cell is then trained at its best rate on `SEEDS`.
-Part `main` is the cells, `by_length` the range by length at the rates of `gspo`, and `stale` the hybrid, and `async` at the
-rates of fresh rollouts. `area` is the mean of held-out success over the evaluations after training began.
+Part `main` is the cells; `by_length` the range by length at the rates of `gspo`; `discount` another discount on `key_door`;
+`stale` the hybrid, and `async` at the rates of fresh rollouts. `area` is the mean of held-out success over the evaluations
+after training began.
 
 `tell` prints a table of the cells, the tuned rates, and differences. A main effect is a paired difference averaged over the
 levels of the other factor; its pairs are those of environment and seed. p is two-sided, of an exact permutation of signs, and
@@ -85,10 +86,12 @@ CREDITS: dict[str, dict[str, Any]] = {
         "gamma": 0.8,
     },
     "action_values": {"scheme": "action_values", "gamma": 0.8, "lam": 0.5},
+    "action_values, gamma 1": {"scheme": "action_values", "gamma": 1.0, "lam": 0.5},
 }
 """The section `credit:`."""
 MARGIN = 0.1
 MAIN_RATIOS = ("gspo", "grpo", "s_u = 1")
+MAIN_CREDITS = ("uniform", "turn_return", "action_values")
 
 
 class Job(NamedTuple):
@@ -217,9 +220,11 @@ def cells(part: str) -> list[Job]:
     """Return the cells of a part, each as a job without a rate and a seed."""
     match part:
         case "main":
-            grid = product(ENVS, MAIN_RATIOS, CREDITS)
+            grid = product(ENVS, MAIN_RATIOS, MAIN_CREDITS)
         case "by_length":
             grid = product(ENVS, ["gspo, by length"], ["uniform"])
+        case "discount":
+            grid = product(["key_door"], ["gspo", "grpo"], ["action_values, gamma 1"])
         case _:
             grid = product(["key_door"], ["gspo", "hybrid"], ["turn_return"])
     return [Job(*cell, rate=0.0, seed=0) for cell in grid]
@@ -350,11 +355,11 @@ def tell(known: Results) -> None:
     columns = "task|ratio|credit|rate|area|final|steps, median|reached|tokens clipped, %|updates shortened, %|collapsed"
     print(f"| {' | '.join(columns.split('|'))} |\n{'|---' * len(columns.split('|'))}|")
     with_ages = [cell._replace(age=age) for cell, age in product(cells("stale"), (0, *AGES))]
-    for cell in dict.fromkeys([*cells("main"), *cells("by_length"), *with_ages]):
+    for cell in dict.fromkeys([*cells("main"), *cells("by_length"), *cells("discount"), *with_ages]):
         if results := list(at_its_rate(known, cell).values()):
             print(f"| {' | '.join(row(cell, results, event_times(known, cell, limits)))} |")
     print("\nRates that were tried, the mean area of each, and over how many seeds:\n")
-    for cell in dict.fromkeys([*cells("main"), *cells("stale")]):
+    for cell in dict.fromkeys([*cells("main"), *cells("discount"), *cells("stale")]):
         missing, best, means = tune(known, cell)
         rates = [
             f"{'**' * (rate == best)}{rate:g}{'**' * (rate == best)} {mean:.3f} ({count})"
@@ -451,6 +456,12 @@ def tell_others(known: Results) -> None:
         "gspo by length less gspo": by_length,
         "gspo by length less grpo": [(cell, cell._replace(ratio="grpo")) for cell, _ in by_length],
     }
+    discount = cells("discount")
+    for credit in ("action_values", "uniform"):
+        contrasts[f"action_values, gamma 1, less {credit}"] = [
+            (cell, cell._replace(credit=credit)) for cell in discount
+        ]
+    contrasts["gspo less grpo with gamma 1"] = [(discount[0], discount[1])]
     gspo, hybrid = cells("stale")
     for age in (0, *AGES):
         pair = (hybrid._replace(age=age), gspo._replace(age=age))
@@ -469,8 +480,8 @@ def plot(known: Results, path: Path) -> None:
     from matplotlib import pyplot as plt  # only who asks for a plot needs it
 
     plt.switch_backend("Agg")
-    figure, axes = plt.subplots(len(ENVS), len(CREDITS), figsize=(10.5, 5.6), sharex=True, sharey="row")
-    for (row_of_axes, env), (column, credit) in product(zip(axes, ENVS, strict=True), enumerate(CREDITS)):
+    figure, axes = plt.subplots(len(ENVS), len(MAIN_CREDITS), figsize=(10.5, 5.6), sharex=True, sharey="row")
+    for (row_of_axes, env), (column, credit) in product(zip(axes, ENVS, strict=True), enumerate(MAIN_CREDITS)):
         axis = row_of_axes[column]
         for number, ratio in enumerate(MAIN_RATIOS):
             results = list(at_its_rate(known, Job(env, ratio, credit, 0.0, 0)).values())
@@ -498,7 +509,7 @@ def main() -> None:
     runs.add_argument("--out", type=Path, required=True, help="results, one JSON line each; appended to")
     runs.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
     runs.add_argument("--pause-file", type=Path, help="no run begins while this file exists")
-    parts = ["main", "by_length", "stale"]
+    parts = ["main", "by_length", "discount", "stale"]
     runs.add_argument("--parts", nargs="+", choices=parts, default=parts)
     runs.add_argument("--envs", nargs="+", choices=ENVS, default=ENVS)
     tells = commands.add_parser("tell")

@@ -277,7 +277,9 @@ def _memory_used_up(here: Path) -> str | None:
 def _killed_server(here: Path) -> str | None:
     """A server of vLLM's is killed for its memory, started again, and the run resumed."""
     url = f"http://127.0.0.1:{free_port()}"
-    recipe, run = _recipe(here, engine={"name": "vllm_server", "server": {"url": url, "max_retries": 1}}), here / "run"
+    engine = {"name": "vllm_server", "server": {"url": url, "max_retries": 1}}
+    model = {"local": {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}}  # of heads that vLLM has
+    recipe, run = _recipe(here, engine=engine, model=model), here / "run"
     with _serving(here, recipe, url) as server:
         process = _started(here, "train", recipe, "--run_dir", run, "--train.steps", 1000)
         _wait_for_step(run, 3)

@@ -67,7 +67,9 @@ def test_cells_are_paired_by_environment_and_seed() -> None:
     assert cells.differences(known, [(CELL, CELL._replace(ratio="grpo"))], cells.area) == [0.25, -0.25]
 
 
-@pytest.mark.parametrize("cell", cells.cells("main") + cells.cells("by_length") + cells.cells("stale"))
+@pytest.mark.parametrize(
+    "cell", [cell for part in ("main", "by_length", "discount", "stale") for cell in cells.cells(part)]
+)
 def test_a_cell_has_the_bound_and_the_fields_that_its_name_says(cell: Job, tmp_path: Path) -> None:
     recipe = cells.make_recipe(cell._replace(rate=6e-4), tmp_path)
     fields = cells.resolved(recipe)
