@@ -67,7 +67,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
     },
     "g2po": {"scheme": "g2po"},
     "g2po, gamma 1, means alone": {"scheme": "g2po", "gamma": 1.0, "normalize": "none"},
-    "graphgpo": {"scheme": "graphgpo"},
     "judge, right in 4 of 5": {"scheme": "judge"},
     "triage, right in 4 of 5": {"scheme": "triage"},
     "redistribute": {"scheme": "redistribute"},

@@ -205,6 +205,13 @@ def write_mixture(job: Job, folder: Path) -> Path:
     return folder / "moe"
 
 
+def warm_up(job: Job, run_dir: Path, *, model: Path | None) -> None:
+    """Warm up a policy in a run folder; what resumes from a copy of it starts right after the warm-up."""
+    train(make_recipe(job, run_dir=run_dir, model=model, more=["--train.steps", "1"]), None)
+    _, after_a_step = checkpoints(run_dir / "checkpoints")
+    shutil.rmtree(after_a_step)
+
+
 def train_all(jobs: Sequence[Job], out: Path) -> None:
     """Warm up once, then make each of these runs of one environment and seed from there; append their results."""
     torch.set_num_threads(1)
@@ -212,9 +219,7 @@ def train_all(jobs: Sequence[Job], out: Path) -> None:
         folder = Path(temporary)
         model = write_mixture(jobs[0], folder) if jobs[0].env.endswith("moe") else None
         warm = folder / "warm"
-        train(make_recipe(jobs[0], run_dir=warm, model=model, more=["--train.steps", "1"]), None)
-        _, after_a_step = checkpoints(warm / "checkpoints")
-        shutil.rmtree(after_a_step)  # what resumes from a copy now starts right after the warm-up
+        warm_up(jobs[0], warm, model=model)
         for job in jobs:
             run_dir = folder / "run"
             shutil.copytree(warm, run_dir)

@@ -524,8 +524,6 @@ class Interrupting:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupting)
 from agentrl.cli import main
-from agentrl.cli.entry import exits
-from agentrl.cli.serve import log_end
 main(["fields"])
 """
 

@@ -151,7 +151,7 @@ def _algorithms_table() -> str:
     from agentrl.learn.config import algorithms
 
     rows = [
-        f"| `{name}` | {chosen.title} | {_paper(chosen.paper)} | {chosen.equation} | `{_yaml_line(fields['loss'])[1:-1]}` "
+        f"| `{name}` | {_paper(chosen.paper)} | {chosen.equation} | `{_yaml_line(fields['loss'])[1:-1]}` "
         f"| {f'`{_yaml_line(chosen.credit)[1:-1]}`' if chosen.credit else 'any'} | {chosen.differs} |"
         for name, chosen in algorithms().items()
         for fields in [_resolved(name)]
@@ -163,5 +163,5 @@ def _paper(paper: str) -> str:
     return f"[{paper}](https://arxiv.org/abs/{paper})" if paper[:1].isdigit() else paper or "-"
 
 
-_HEAD = """| `loss` | what it is | paper | equation | fields | credit | how ours differs |
-|---|---|---|---|---|---|---|"""
+_HEAD = """| `loss` | paper | equation | fields | credit | how ours differs |
+|---|---|---|---|---|---|"""

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -9,6 +10,10 @@ from agentrl.api.target import load, tokenizer_of, untrained
 from agentrl.cli.commands import OVERRIDING, Commands
 from agentrl.errors import ConfigError
 from agentrl.report.terminal import Console
+
+if TYPE_CHECKING:
+    from agentrl.recipe.config import Recipe
+    from agentrl.run.memory import ProcessMemory
 
 _MAX_GB = 1_000_000
 
@@ -29,7 +34,6 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
     if options.gpus < 1 or not 0 < options.memory <= _MAX_GB:
         raise ConfigError(f"--gpus and --memory: expected positive numbers, and at most {_MAX_GB:,} GB")
     recipe, _ = load(options.target, rest)
-    from agentrl.recipe.config import warnings
     from agentrl.run.memory import GB, model_sizes, plan_memory, remedies, tokens_of_a_pass
     from agentrl.run.parts import task_shard
 
@@ -38,14 +42,9 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
     processes = plan_memory(recipe, gpus=options.gpus, memory=memory, sizes=sizes)
     task_shard(recipe.engine, num_groups=recipe.rollout.num_groups, rank=0, num_ranks=processes[0].count)
     console = Console()
-    console.print("".join(f"warning: {words}\n" for words in warnings(recipe)), end="")
+    _print_warnings(console, recipe)
     for process in processes:
-        table = Table(f"{process.count} x {process.name}", "GB", box=None, pad_edge=False)
-        table.columns[1].justify = "right"
-        for name, size in process.uses.items():
-            table.add_row(name, f"{size / GB:.2f}")
-        table.add_row("together", f"{process.total / GB:.2f} of {options.memory:g}", style="bold")
-        console.print(table)
+        console.print(_table(process, memory=options.memory))
         if process.at_start:
             console.print(
                 f"Before its weights are shared out, each holds the whole model: {process.at_start / GB:.2f} GB."
@@ -89,15 +88,31 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
         )
 
 
+def _table(process: "ProcessMemory", *, memory: float) -> Table:
+    from agentrl.run.memory import GB
+
+    table = Table(f"{process.count} x {process.name}", "GB", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    for name, size in process.uses.items():
+        table.add_row(name, f"{size / GB:.2f}")
+    table.add_row("together", f"{process.total / GB:.2f} of {memory:g}", style="bold")
+    return table
+
+
+def _print_warnings(console: Console, recipe: "Recipe") -> None:
+    from agentrl.recipe.config import warnings
+
+    for words in warnings(recipe):
+        console.print(f"warning: {words}")
+
+
 def _doctor(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, run_dir = load(options.target, rest)
-    from agentrl.recipe.config import warnings
     from agentrl.run.build import build
     from agentrl.run.doctor import examine
 
     console = Console(soft_wrap=True)
-    for words in warnings(recipe):
-        console.print(f"{'warning':13} {words}")
+    _print_warnings(console, recipe)
     with build(untrained(recipe), tokenizer_folder=tokenizer_of(run_dir)) as parts:
         for name, words in examine(parts):
             console.print(f"{name:13} {words}")

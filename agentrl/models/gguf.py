@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from contextlib import redirect_stderr
+from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -67,7 +68,7 @@ def _smollm2(field: str) -> Path:
 
 def _convert(file: Path, folder: Path, *, field: str) -> None:
     try:
-        from gguf import GGUFReader
+        reader = import_module("gguf").GGUFReader
     except ImportError as error:
         raise ConfigError(f"{field}: {file.name} is read by the package gguf: pip install 'agentrl[gguf]'") from error
     import torch
@@ -75,7 +76,7 @@ def _convert(file: Path, folder: Path, *, field: str) -> None:
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        is_full = all(tensor.tensor_type in _FULL for tensor in GGUFReader(file).tensors)
+        is_full = all(tensor.tensor_type in _FULL for tensor in reader(file).tensors)
         with redirect_stderr(StringIO()):  # bars that no setting turns off
             loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(**source)
@@ -86,7 +87,7 @@ def _convert(file: Path, folder: Path, *, field: str) -> None:
     config = {
         key: value for key, value in loaded.config.to_dict().items() if key not in ("quantization_config", "dtype")
     }
-    model = type(loaded)(type(loaded.config)(**config))
+    model: Any = type(loaded)(type(loaded.config)(**config))
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
     model.to(torch.float32 if is_full else torch.bfloat16).save_pretrained(folder)

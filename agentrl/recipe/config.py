@@ -217,11 +217,12 @@ def plan(recipe: Recipe) -> dict[str, str]:
     """Return what a step of this recipe amounts to, with units."""
     rollout, train = recipe.rollout, recipe.train
     episodes = rollout.num_groups * rollout.group_size
-    updates = min(train.num_minibatches, episodes)
+    minibatches = min(train.num_minibatches, episodes)
+    updates = minibatches * train.epochs
     return {
         "episodes per step": f"{episodes} ({rollout.num_groups} groups of {rollout.group_size})",
         "turns per episode": f"at most {rollout.max_turns}, of at most {rollout.max_turn_tokens} tokens each",
-        "updates per step": f"at most {updates}, on about {episodes // updates} trajectories each",
+        "updates per step": f"at most {updates}, on about {episodes // minibatches} trajectories each",
         "tokens per micro-batch": f"at most {train.max_tokens_per_micro_batch}, shared ones once",
         "steps": f"{train.steps} (at most {train.steps * updates} updates)",
         "credit": ", ".join(f"{key} {value}" for key, value in recipe.credit.items()),

@@ -147,6 +147,8 @@ class RolloutSection(TypedDict, total=False):
     r"""Largest number of actions per episode."""
     max_turn_tokens: int
     r"""Largest number of tokens sampled per action."""
+    cut_off: Literal["end", "act"]
+    r"""Consequence of an action that `max_turn_tokens` cuts off. `end`: it is not carried out, and the episode ends. `act`: the environment gets what was said; an unfinished call is a malformed one. A model that says much before it has learned to be brief earns nothing at all with `end`."""
     max_episode_tokens: int
     r"""Largest number of tokens sampled per episode."""
     max_context_tokens: int

@@ -54,7 +54,7 @@ class RolloutConfig(BaseModel):
     max_turn_tokens: Amount = 256
     """Largest number of tokens sampled per action."""
     cut_off: Literal["end", "act"] = "end"
-    """What follows an action that `max_turn_tokens` cuts off. `end`: it is not carried out, and the episode ends. `act`: the
+    """Consequence of an action that `max_turn_tokens` cuts off. `end`: it is not carried out, and the episode ends. `act`: the
     environment gets what was said; an unfinished call is a malformed one. A model that says much before it has learned to be
     brief earns nothing at all with `end`."""
     max_episode_tokens: Amount = 2048

@@ -18,7 +18,8 @@ QUOTED = sorted(
 )
 WITHOUT_FIELDS = {
     # No loss is trained with: exact sums, engines, environments, kills.
-    "2026-11-21-credit_exact.md",
+    "2026-11-28-credit_exact.md",
+    "2026-11-28-credit_graph.md",
     "2026-11-21-partial_rollouts.md",
     "2026-11-21-vllm_throughput.md",
     "2026-11-22-architectures.md",

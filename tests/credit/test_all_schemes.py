@@ -108,7 +108,7 @@ def assert_same(found: Credit, expected: Credit) -> None:
 def test_the_built_in_schemes_are_installed() -> None:
     assert set(SCHEMES) >= {
         "uniform", "turn_return", "gigpo", "group_gae", "action_values", "ecpo", "turn_gae", "tree", "info_gain",
-        "redistribute", "distill", "judge", "shuffled", "crbc", "g2po", "graphgpo", "triage",
+        "redistribute", "distill", "judge", "shuffled", "crbc", "g2po", "triage",
     }  # fmt: skip
 
 
