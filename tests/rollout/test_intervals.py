@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from agentrl.rollout.evaluation import mean_interval, share_interval, student, wilson
+from agentrl.rollout.evaluation import mean_interval, pass_at_k, pass_interval, share_interval, student, wilson
 from tests.support.each import each
 
 
@@ -59,3 +59,26 @@ def test_intervals_cover_what_they_say(episodes: int) -> None:
             hits[name] += found.low <= 0.6 <= found.high
     for name, number in hits.items():
         assert 0.92 <= number / 600 <= 0.98, name
+
+
+def test_pass_at_1_has_the_interval_of_success_and_sets_of_k_that_of_so_many_tasks() -> None:
+    right = [(4, 0), (4, 1), (4, 4), (4, 2), (4, 0)]
+    solved = [[1.0] * c + [0.0] * (n - c) for n, c in right]
+    assert pass_interval(right, 1) == pytest.approx(share_interval(solved))
+    assert pass_interval(right, 4) == pytest.approx(wilson(3 / 5, 5))
+    assert pass_interval([(1, 1), (0, 0)], 2) is None
+
+
+@each("k", [1, 2, 4])
+def test_intervals_of_pass_at_k_cover_what_they_say(k: int) -> None:
+    rng, hits = np.random.default_rng(0), 0
+    grid = (np.arange(4000) + 0.5) / 4000
+    density = grid**0.2 * (1 - grid) ** -0.2  # of Beta(1.2, .8)
+    true = float(np.average(1 - (1 - grid) ** k, weights=density))
+    for _ in range(600):
+        right = [(8, int(rng.binomial(8, chance))) for chance in rng.beta(1.2, 0.8, size=40)]
+        found = pass_interval(right, k)
+        assert found is not None
+        hits += found.low <= true <= found.high
+    assert 0.93 <= hits / 600 <= 0.99, (k, hits)
+    assert pass_at_k(8, 3, 1) == pytest.approx(3 / 8)
