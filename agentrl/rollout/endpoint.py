@@ -302,7 +302,7 @@ class _Episode:
         except EngineError as error:
             return End(reason=StopReason.ENGINE_ERROR, error=str(error))
         finally:
-            self._thread.call_unattended(lambda: [close_env(env) for env in made])
+            self._thread.call_unattended(partial(_close_all, made))
         return end
 
     async def _converse(self, env: Env) -> End:
@@ -398,6 +398,11 @@ class _Episode:
             fault=end.fault,
             gold_answer=self._gold_answer,
         )
+
+
+def _close_all(envs: Sequence[Env]) -> None:
+    for env in envs:
+        close_env(env)
 
 
 def _turn(message: Message, after: EnvReply, *, is_cut: bool, before: EnvReply) -> Turn:

@@ -20,8 +20,8 @@ from agentrl.recipe.config import load_recipe
 from tests.support.docs import ROOT
 
 QUICK = re.compile(
-    r"credit|fields|algorithms|show(?!.*--faults)|report|export(?!.*--(adapter|push|step))|eval(?!.*--endpoint)|train runs/|envs$|"
-    r"envs (check|new|replay)"
+    r"credit|fields|algorithms|show(?!.*--faults)|report|export(?!.*--(adapter|push|step))|eval(?!.*--endpoint)|"
+    r"train runs/|envs$|envs (check|new|replay)"
 )
 """Commands that are run."""
 _RUN = re.compile(r"runs/(compare/)?\w+-[\w…-]+|\bRUN(_FOLDER|\d)?\b")
