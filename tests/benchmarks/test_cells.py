@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cells
+from benchmarks import cells, evidence
 from benchmarks.cells import Job, log_rank_p, sign_flip_p, tune
-from benchmarks.evidence import area
 
 CELL = Job("key_door", "gspo", "uniform", 0.0, 0)
 
@@ -65,9 +64,9 @@ def test_cells_are_paired_by_environment_and_seed() -> None:
     known: dict[Any, Any] = {}
     for ratio, areas in {"gspo": (0.5, 0.25, 0.75), "grpo": (0.25, 0.5)}.items():
         known |= {job._replace(ratio=ratio): result for job, result in tuning.items()}
-        for seed, area in zip(cells.SEEDS, areas, strict=False):
-            known[CELL._replace(ratio=ratio, rate=6e-4, seed=seed)] = {"curve": [0.0, area]}
-    assert cells.differences(known, [(CELL, CELL._replace(ratio="grpo"))], area) == [0.25, -0.25]
+        for seed, success in zip(cells.SEEDS, areas, strict=False):
+            known[CELL._replace(ratio=ratio, rate=6e-4, seed=seed)] = {"curve": [0.0, success]}
+    assert cells.differences(known, [(CELL, CELL._replace(ratio="grpo"))], evidence.area) == [0.25, -0.25]
 
 
 @pytest.mark.parametrize(
