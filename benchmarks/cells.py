@@ -190,7 +190,8 @@ def tune(known: Results, cell: Job) -> Tuning:
     """Search the rate of the largest area: further out while the best is at an edge, on fewer rates with each seed."""
     first = TUNING_SEEDS[0]
     tried = {job.rate for job in known if job == cell._replace(rate=job.rate, seed=first)}
-    rates, best, means = sorted({*RATES, *tried}), 0.0, {}
+    rates, best = sorted({*RATES, *tried}), 0.0
+    means: dict[float, tuple[float, int]] = {}
     for count, seed in enumerate(TUNING_SEEDS, 1):
         jobs = [cell._replace(rate=rate, seed=seed) for rate in rates]
         if missing := [job for job in jobs if job not in known]:
@@ -427,7 +428,8 @@ def differences(known: Results, pairs: Sequence[Pair], of: Callable[[Result], fl
 def pairs_of(factor: str, level: str, base: str, envs: Sequence[str] = ENVS) -> list[Pair]:
     """Return the pairs of main cells that differ in one factor."""
     ours = [cell for cell in cells("main") if getattr(cell, factor) == level and cell.env in envs]
-    return [(cell, cell._replace(**{factor: base})) for cell in ours]
+    changed: dict[str, Any] = {factor: base}
+    return [(cell, cell._replace(**changed)) for cell in ours]
 
 
 def tell_effects(known: Results, limits: dict[str, float]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import agentrl
 from agentrl import Message, TaskEnv
 from agentrl.chat import local_folder
+from agentrl.chat.template import TemplateConfig, template_text
 from agentrl.data.files import absolute, keep_process, moved_to
 from agentrl.env import make_env
 from agentrl.env.endpoint import ReplyCache
@@ -67,7 +68,8 @@ def test_paths_of_a_recipe_begin_in_the_directory_of_the_start(here: Path) -> No
         with keep_process():
             assert local_folder("./model") == here / "model"
             chat = load_recipe(None, ["--chat.renderer", "template", "--chat.template", "x.jinja"]).chat
-            assert chat.exported_template(nothing) == "{{ messages }}"
+            assert isinstance(chat, TemplateConfig)
+            assert template_text(nothing, chat, "") == "{{ messages }}"
             assert make_env("tasks", OPTIONS).reset()[0][0]["content"].startswith("Say")
             ReplyCache(Path("cache.sqlite"))
             assert [moved_to(), moved_to()] == [str(here / "elsewhere"), None]

@@ -2,10 +2,11 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import cells
+from benchmarks import cells, evidence
 from benchmarks.cells import Job, log_rank_p, sign_flip_p, tune
 
 CELL = Job("key_door", "gspo", "uniform", 0.0, 0)
@@ -59,12 +60,13 @@ def test_the_log_rank_test_has_the_numbers_of_a_hand() -> None:
 
 
 def test_cells_are_paired_by_environment_and_seed() -> None:
-    tuning, known = tuned(*3 * [{3e-4: 0.1, 6e-4: 0.3, 1.2e-3: 0.1}]), {}
+    tuning = tuned(*3 * [{3e-4: 0.1, 6e-4: 0.3, 1.2e-3: 0.1}])
+    known: dict[Any, Any] = {}
     for ratio, areas in {"gspo": (0.5, 0.25, 0.75), "grpo": (0.25, 0.5)}.items():
         known |= {job._replace(ratio=ratio): result for job, result in tuning.items()}
-        for seed, area in zip(cells.SEEDS, areas, strict=False):
-            known[CELL._replace(ratio=ratio, rate=6e-4, seed=seed)] = {"curve": [0.0, area]}
-    assert cells.differences(known, [(CELL, CELL._replace(ratio="grpo"))], cells.area) == [0.25, -0.25]
+        for seed, success in zip(cells.SEEDS, areas, strict=False):
+            known[CELL._replace(ratio=ratio, rate=6e-4, seed=seed)] = {"curve": [0.0, success]}
+    assert cells.differences(known, [(CELL, CELL._replace(ratio="grpo"))], evidence.area) == [0.25, -0.25]
 
 
 @pytest.mark.parametrize(
