@@ -4,6 +4,7 @@ Nothing here loads torch before weights are evaluated.
 """
 
 import asyncio
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +113,7 @@ def to_play_at_endpoint(target: Target, overrides: Sequence[str] = (), *, change
     base: Any = {}
     if isinstance(target, Mapping):
         base = sections(target)
-    elif isinstance(target, str | Path):
+    elif isinstance(target, str | os.PathLike):
         path = Path(target)
         if path.is_dir() and not (path / "config.yaml").is_file():
             raise ConfigError(f"{path} is a folder, and none of a run")

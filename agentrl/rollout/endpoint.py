@@ -126,9 +126,10 @@ async def evaluate_endpoint(
     player = _Player(model, playing)
     found = {}
     try:
+        envs = playing.evaluation.env or {"": playing.env}
+        described = [await describe_env(env.make, timeout_s=playing.rollout.env_timeout_s) for env in envs.values()]
         await player.client.check_reachable()
-        for name, env in (playing.evaluation.env or {"": playing.env}).items():
-            description = await describe_env(env.make, timeout_s=playing.rollout.env_timeout_s)
+        for (name, env), description in zip(envs.items(), described, strict=True):
             tasks = Tasks(
                 seed=playing.seed, evaluation_seed=playing.evaluation.seed, num=description.num_tasks, first=first
             )
