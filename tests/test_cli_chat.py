@@ -122,8 +122,12 @@ def test_what_cannot_be_used_is_refused_in_one_message_beside_what_was_found(cha
     assert shown(json.loads(outcome.out)["error"]) in outcome.err
 
 
+WITHOUT_TOOLS = (("tool | tojson", "'tool'"), ("in ['user', 'system'] %}", "== 'user' %}"))
+"""Nor has it system messages, in which tools could be offered."""
+
+
 def test_a_template_without_tools_says_what_it_lacks(chat: Chat, tmp_path: Path) -> None:
-    outcome = chat(str(folder(tmp_path / "model", changed(("tool | tojson", "'tool'")))))
+    outcome = chat(str(folder(tmp_path / "model", changed(*WITHOUT_TOOLS))))
     assert outcome.status == 0
     assert re.search(r"^calls +none: it leaves out the tools", outcome.out, re.MULTILINE)
     assert re.search(r"^lacking  Several calls in a turn are read *\n +there are no tools", outcome.out, re.MULTILINE)
@@ -206,7 +210,7 @@ def test_a_template_without_tools_is_refused_where_there_are_some_before_anythin
 ) -> None:
     hugging_face_folder(tmp_path / "model", rewrites=False)
     without_tools = train_tokenizer([], vocab_size=261)
-    without_tools.chat_template = changed(("tool | tojson", "'tool'"))
+    without_tools.chat_template = changed(*WITHOUT_TOOLS)
     without_tools.save_pretrained(tmp_path / "model")
     (tmp_path / "tools.yaml").write_text("env: {id: key_door}\n" + RECIPE)
     (tmp_path / "words.yaml").write_text("env: {id: 'shop_without_tools:Shop'}\n" + RECIPE)

@@ -448,7 +448,7 @@ def test_a_plug_in_brings_the_fields_of_its_section(file: Path) -> None:
             "{zzz: 4}",
             (),
             "chat.zzz: 'auto' has no such option. Known: date, renderer, system, template, template_variables, "
-            "thinking.",
+            "thinking, tool_form.",
         ),
         ("{dat: 2031-05-17}", (), "chat.dat: 'auto' has no such option. Did you mean 'date'?"),
         (

@@ -246,7 +246,7 @@ def test_the_oracle_serves_a_customer_that_a_model_plays(url: str) -> None:
     [
         ({"model": "broken", "max_retries": 1}, "did not answer as it should; the last time: HTTP 500: "),
         ({"model": "unknown"}, "refused the request: HTTP 404: "),
-        ({"model": "empty"}, "an answer that is none"),
+        ({"model": "empty"}, "no chat completion"),
         ({"model": "slow", "timeout_s": 0.2, "max_retries": 0}, "the last time: ReadTimeout"),
         ({"model": "m", "url": "http://127.0.0.1:1/v1", "max_retries": 1}, "the last time: ConnectError"),
         ({"model": "keyed", "api_key_env": "NO_SUCH_API_KEY"}, "set the environment variable NO_SUCH_API_KEY"),

@@ -90,6 +90,7 @@ def test_evaluation_comes_from_the_newest_rollouts_of_these_weights_with_interva
     low, high = wilson(0.75, 4)
     (found,) = measure(run, config, step=2)
     assert found.values == {"success": 0.75, "reward": 1.5, "pass@1": 0.75}
+    assert found.intervals.pop("pass@1").low < 0.75
     assert found.intervals == {"success": (low, high), "reward": mean_interval([[2.0], [0.0], [2.0], [2.0]])}
     header, text = card(tmp_path, run, config)
     assert f"| success | 0.75 | {low:.4g} to {high:.4g} |" in text
