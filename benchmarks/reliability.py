@@ -33,7 +33,7 @@ MODULES = (
 )  # fmt: skip
 QUICK = {
     "recipes": 12, "folders": 40, "environments": 60, "outputs": 100, "calls": 200, "simulated kills": 30, "real kills": 10,
-    "troubles": 12,
+    "troubles": 6,
 }  # fmt: skip
 """With `--quick`, every so many-th case."""
 PROPERTIES = (
