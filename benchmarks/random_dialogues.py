@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.chat import AutoConfig, Dialogue, Renderer
+from agentrl.chat import AutoConfig, Dialogue, Renderer, TemplateRenderer
 from agentrl.chat.chat_template import ChatTemplate, Shape
 from agentrl.chat.encoder import Encoder
 from agentrl.chat.renderer import Tools
@@ -76,15 +76,17 @@ class Row:
     def of(cls, name: str) -> "Row":
         """Return the row of a template."""
         tokenizer = family_tokenizer(name)
+        renderer = AutoConfig(date=_DATE).build(tokenizer, name=name)
+        if isinstance(renderer, TemplateRenderer):
+            tokenizer.chat_template = renderer.text  # with the tools' part, if the family's has none
         encode = Encoder(tokenizer, spelled=tokenizer.chat_template)
         template = ChatTemplate(
             tokenizer, encode, template=tokenizer.chat_template, variables={}, date=_DATE, name=name
         )
-        renderer = AutoConfig(date=_DATE).build(tokenizer, name=name)
         return cls(name, tokenizer, renderer, abilities(renderer), template.shape, tuple(encode.control_tokens))
 
     def whole(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = True) -> list[int]:
-        """Return what the family's own template makes of a dialogue."""
+        """Return what transformers makes of a dialogue with the family's own template, or that with tools."""
         clock = dt.datetime.combine(_DATE, dt.time())
         ids: list[int] = self.tokenizer.apply_chat_template(
             [self._shaped(message) for message in messages], tools=list(tools) or None, add_generation_prompt=prompt,
