@@ -133,8 +133,6 @@ class CreditScheme(BaseModel):
     """The smallest part of a trajectory whose advantage may differ from the next one's."""
     paper: ClassVar[str] = ""
     """Source of the method: a name and an arXiv number."""
-    experimental: ClassVar[bool] = False
-    """True if too little is known of the method to rely on it."""
     reads_rewards: ClassVar[bool] = True
     """False if rewards play no part."""
     is_control: ClassVar[bool] = False

@@ -62,7 +62,7 @@ def _credit(_: argparse.Namespace, __: list[str]) -> None:
             f"credits each {scheme.granularity}; needs {reads}" + (f"; {scheme.paper}" if scheme.paper else ""),
             ", ".join(f"{field}: {info.default}" for field, info in scheme.model_fields.items()),
         ]
-        table.add_row(f"{name}\n(experimental)" if scheme.experimental else name, Text("\n".join(filter(None, lines))))
+        table.add_row(name, Text("\n".join(filter(None, lines))))
     Console().print(table)
 
 

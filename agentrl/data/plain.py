@@ -123,6 +123,15 @@ def abbreviated(value: object) -> str:
     return printable(f"{type(value).__name__} {text[:80]}{'...' if len(text) > 80 else ''}")
 
 
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the values of `over`; mappings that both have are merged in turn."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
 class _NotPlain(Exception):  # noqa: N818 - says what is wrong; the place comes to it
     pass
 

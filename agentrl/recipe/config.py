@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDic
 from agentrl.chat import AutoConfig, RendererConfig
 from agentrl.credit import CreditScheme, load_credit, load_fallback
 from agentrl.data.files import MAX_DEPTH, nests_deeper, parse_yaml
+from agentrl.data.plain import merged
 from agentrl.engine import EngineConfig
 from agentrl.engine.auto import AutoConfig as AutoEngineConfig
 from agentrl.env.make import EnvConfig
@@ -185,7 +186,7 @@ def load_recipe(
         ConfigError: naming each field at fault, with the nearest name for one that does not exist.
     """
     data = named_sections(source if isinstance(source, Mapping) else _read(source))
-    changed = _merged(named_sections(changes or {}), _parse_overrides(overrides))
+    changed = merged(named_sections(changes or {}), _parse_overrides(overrides))
     if _nested(changed, "env", "id") not in (None, _nested(data, "env", "id") or EnvConfig().id):
         data["env"] = {}
     if _nested(changed, "credit", "scheme") not in (None, _nested(data, "credit", "scheme")):
@@ -197,7 +198,7 @@ def load_recipe(
         if isinstance(name, str) and isinstance(former, dict):
             data[section] = {key: value for key, value in former.items() if key in seam.named(name).model_fields}
     try:
-        return Recipe.model_validate(_merged(data, changed), context={ELSEWHERE: _FIELDS})
+        return Recipe.model_validate(merged(data, changed), context={ELSEWHERE: _FIELDS})
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error, Recipe, elsewhere=_FIELDS))) from error
 
@@ -317,7 +318,7 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
             continue
         for key in reversed(name.removeprefix(prefix).split(".")):
             nested = {key: nested}
-        mappings[prefix] = _merged(mappings.get(prefix, {}), nested)
+        mappings[prefix] = merged(mappings.get(prefix, {}), nested)
     for prefix, nested in mappings.items():
         rewritten += [prefix.removesuffix("."), json.dumps(nested, default=str)]  # a YAML date is no JSON: as written
     return rewritten
@@ -396,11 +397,3 @@ def _nested(data: Any, *path: str) -> Any:
     for key in path:
         data = data.get(key) if isinstance(data, dict) else None
     return data
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged

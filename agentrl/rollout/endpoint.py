@@ -15,7 +15,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl.chat.renderer import Tools
-from agentrl.data.plain import PlainDataError, abbreviated, is_number, plain_data, printable
+from agentrl.data.plain import PlainDataError, abbreviated, is_number, merged, plain_data, printable
 from agentrl.env import base_env, close_env
 from agentrl.env.endpoint import ChatClient, ChatCompletion, Endpoint, Refusal
 from agentrl.env.make import EnvConfig
@@ -71,14 +71,14 @@ class Playing(BaseModel):
         Raises:
             ConfigError: naming each field at fault.
         """
-        merged: dict[str, Any] = {}
+        sections: dict[str, Any] = {}
         for layer in layers:
             env = layer.get("env")
-            if isinstance(env, Mapping) and env.get("id") not in (None, _nested_id(merged)):
-                merged = {**merged, "env": {}}
-            merged = _merged(merged, layer)
+            if isinstance(env, Mapping) and env.get("id") not in (None, _nested_id(sections)):
+                sections = {**sections, "env": {}}
+            sections = merged(sections, layer)
         try:
-            return cls.model_validate(merged)
+            return cls.model_validate(sections)
         except ValidationError as error:
             raise ConfigError("\n".join(explain(error, cls))) from error
 
@@ -86,15 +86,6 @@ class Playing(BaseModel):
 def _nested_id(sections: Mapping[str, Any]) -> object:
     env = sections.get("env")
     return env.get("id") if isinstance(env, Mapping) else None
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    both = {
-        key: _merged(base[key], value)
-        for key, value in over.items()
-        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
-    }
-    return {**base, **over, **both}
 
 
 OnEnd = Callable[[Trajectory], object]
@@ -360,16 +351,10 @@ class _Episode:
         return None
 
     async def _call(self, what: str, function: Callable[[], Any]) -> Any:
-        """Call into the environment; raise anything that goes wrong there as an EnvError with its message."""
-        timeout_s, begin = self._player.rollout.env_timeout_s, time.perf_counter()
-        where = f"environment {self._name}: {what}" if self._name else f"environment: {what}"
+        """`EnvThread.call_env` of this environment, timed."""
+        begin = time.perf_counter()
         try:
-            return await self._thread.call(function, timeout_s=timeout_s)
-        except TimeoutError as error:
-            raise EnvError(f"{where} did not return within rollout.env_timeout_s: {timeout_s:g} s") from error
-        except RaisedError as error:
-            words = str(error.raised) if isinstance(error.raised, EnvError) else f"{where} raised {error.line}"
-            raise EnvError(words) from error
+            return await self._thread.call_env(self._name, what, function, timeout_s=self._player.rollout.env_timeout_s)
         finally:
             self._env_s += time.perf_counter() - begin
 

@@ -321,6 +321,17 @@ class EnvThread:
         returned: R = result
         return returned
 
+    async def call_env(self, name: str, what: str, function: Callable[[], R], *, timeout_s: float) -> R:
+        """Call `what` of the environment `name`; raise anything that goes wrong there as an EnvError with its message."""
+        where = f"environment {name}: {what}" if name else f"environment: {what}"
+        try:
+            return await self.call(function, timeout_s=timeout_s)
+        except TimeoutError as error:
+            raise EnvError(f"{where} did not return within rollout.env_timeout_s: {timeout_s:g} s") from error
+        except RaisedError as error:
+            words = str(error.raised) if isinstance(error.raised, EnvError) else f"{where} raised {error.line}"
+            raise EnvError(words) from error
+
     def call_unattended(self, function: Callable[[], object]) -> None:
         """Run `function` after the current call, if that ever returns; its result and errors are dropped."""
 
@@ -458,16 +469,10 @@ class EnvDriver:
             return End(reason=StopReason.ENV_ERROR, error=str(failure), fault=describe_fault(error))
 
     async def call(self, what: str, function: Callable[[], Any]) -> Any:
-        """Call into the environment; raise anything that goes wrong there as an EnvError with its message."""
-        timeout_s, begin = self.conversation.context.config.env_timeout_s, time.perf_counter()
-        where = f"environment {self.name}: {what}" if self.name else f"environment: {what}"
+        """`EnvThread.call_env` of this environment, timed."""
+        begin, timeout_s = time.perf_counter(), self.conversation.context.config.env_timeout_s
         try:
-            return await self.thread.call(function, timeout_s=timeout_s)
-        except TimeoutError as error:
-            raise EnvError(f"{where} did not return within rollout.env_timeout_s: {timeout_s:g} s") from error
-        except RaisedError as error:
-            words = str(error.raised) if isinstance(error.raised, EnvError) else f"{where} raised {error.line}"
-            raise EnvError(words) from error
+            return await self.thread.call_env(self.name, what, function, timeout_s=timeout_s)
         finally:
             self._env_s += time.perf_counter() - begin
 

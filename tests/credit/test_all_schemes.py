@@ -1,6 +1,5 @@
 import math
 import random
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -273,13 +272,6 @@ def it_says_what_it_computes_and_where_it_comes_from(name: str) -> None:
     assert lines[0].strip()
     assert cls.paper.strip()
     assert cls.granularity in ("trajectory", "turn", "token")
-
-
-@every
-def experimental_schemes_say_so_and_the_others_do_not(name: str) -> None:
-    cls = scheme_class(name)
-    module = sys.modules[cls.__module__].__doc__ or ""
-    assert ("Experimental" in module) == cls.experimental
 
 
 @each("name", SCHEMES)
