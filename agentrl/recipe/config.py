@@ -180,7 +180,8 @@ def load_recipe(
         changes: sections, as in a recipe, but with only the fields that change; overrides lie over them.
 
     Naming another `env.id`, `credit.scheme` or `loss.algorithm` drops the recipe's options for the former one; naming another
-    plug-in elsewhere (`chat.renderer`) drops those that it does not have.
+    plug-in elsewhere (`chat.renderer`) drops those that it does not have. With a pretrained model, environments that have an
+    option `prompt: agentrl.Prompt` get `full`, unless the recipe gives it.
 
     Raises:
         ConfigError: naming each field at fault, with the nearest name for one that does not exist.
@@ -198,9 +199,13 @@ def load_recipe(
         if isinstance(name, str) and isinstance(former, dict):
             data[section] = {key: value for key, value in former.items() if key in seam.named(name).model_fields}
     try:
-        return Recipe.model_validate(merged(data, changed), context={ELSEWHERE: _FIELDS})
+        recipe = Recipe.model_validate(merged(data, changed), context={ELSEWHERE: _FIELDS})
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error, Recipe, elsewhere=_FIELDS))) from error
+    if recipe.model.name_or_path is None:
+        return recipe
+    full = {"env": recipe.env.with_prompt("full"), "evaluation": recipe.evaluation.with_prompt("full")}
+    return recipe.model_copy(update=full)
 
 
 def _read(path: Path | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class EnvSection(TypedDict, total=False):
     id: str
     r"""An installed name (`agentrl envs` lists them), `module:Class`, or a Gymnasium id."""
     options: Mapping[str, Any]
-    r"""Keyword arguments of the environment's constructor."""
+    r"""Keyword arguments of the environment's constructor. One that has `prompt: agentrl.Prompt` (`short` or `full`) gets `full` with a pretrained model, unless it is given here."""
     wrappers: Sequence[Mapping[str, Any]]
     r"""Wrappers around it, the first innermost: each an `id`, an installed name or `module:Class` of a `gymnasium.Wrapper`, and beside it keyword arguments of its constructor."""
     schedule: Sequence[StageSection | Mapping[str, Any] | BaseModel]
