@@ -242,7 +242,7 @@ def untrained(recipe: "Recipe", *, process: int = 0) -> "Recipe":
             "engine": recipe.engine.for_process(process),
             "credit": {"scheme": "uniform", "lone": "keep"},
             "loss": recipe.loss.model_copy(
-                update={"kl_coefficient": 0.0, "distill_coefficient": 0.0, "routing_replay": "none"}
+                update={"kl_coefficient": 0.0, "distill_coefficient": 0.0, "routing_replay": "none", "nll": None}
             ),
             "train": recipe.train.model_copy(update={"optimizer": "adamw", "sharding": "none"}),
         }
