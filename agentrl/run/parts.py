@@ -285,7 +285,7 @@ def build_model(
         fix_frequencies(model, max_context_tokens)
         freeze_towers(model)
     check_dropout(model.config)
-    _check_positions(model.config, max_context_tokens=max_context_tokens, owner="the model's")
+    check_positions(model.config, max_context_tokens=max_context_tokens, owner="the model's")
     return ModelPart(model=model, tokenizer=tokenizer, sharded_checkpoint=sharded_checkpoint)
 
 
@@ -301,7 +301,7 @@ def build_teacher(
     model, other = load_pretrained(name, field=field, attention=config.attention)
     if other.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"{field}: the tokenizer of {name!r} is not the policy's, so its tokens mean something else")
-    _check_positions(model.config, max_context_tokens=max_context_tokens, owner=f"{field}: the teacher's")
+    check_positions(model.config, max_context_tokens=max_context_tokens, owner=f"{field}: the teacher's")
     fix_frequencies(model, max_context_tokens)
     is_half = train.precision == "bfloat16"
     layout, _ = from_rank_zero(lambda: choose_layout(model, "auto", max_tokens=max_context_tokens, half=is_half))
@@ -310,7 +310,7 @@ def build_teacher(
     return Policy(model, layout=layout, field=field)
 
 
-def _check_positions(config: Any, *, max_context_tokens: int, owner: str) -> None:
+def check_positions(config: Any, *, max_context_tokens: int, owner: str) -> None:
     """Refuse contexts that are longer than a model has positions."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and max_context_tokens > limit:
