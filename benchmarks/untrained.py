@@ -21,23 +21,23 @@ from benchmarks.result_lines import append_line, read_lines
 
 MAX_TURNS = {
     "calculator": 6,
-    "corridor": 30,
-    "customer_service": 20,
-    "frozen_lake": 20,
+    "corridor": 20,
+    "customer_service": 12,
+    "frozen_lake": 12,
     "key_door": 8,
     "negotiation": 9,
     "python_sandbox": 8,
-    "search": 12,
+    "search": 8,
     "service_desk": 12,
     "shell": 8,
-    "sokoban": 30,
+    "sokoban": 20,
     "sql_analyst": 8,
-    "twenty_questions": 20,
-    "wordle": 10,
+    "twenty_questions": 12,
+    "wordle": 8,
 }
-"""Turns of an episode at most: half as many again as the oracle takes, where it takes few."""
+"""Turns of an episode at most: about as many as the oracle takes, or a few more."""
 _CODE = {"python_sandbox", "shell", "sql_analyst"}
-_TOKENS, _CODE_TOKENS = 64, 160
+_TOKENS, _CODE_TOKENS = 48, 128
 """Tokens of a turn at most."""
 
 
