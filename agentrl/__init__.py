@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Completion,
         FinishReason,
         Message,
+        Prompt,
         Sampling,
         StopReason,
         Trajectory,
@@ -71,6 +72,7 @@ _HOMES = {
         "Completion",
         "FinishReason",
         "Message",
+        "Prompt",
         "Sampling",
         "StopReason",
         "Trajectory",
@@ -82,7 +84,7 @@ _HOME = {name: module for module, members in _HOMES.items() for name in members}
 
 __all__ = [  # noqa: RUF022 - by theme
     "train", "evaluate", "play", "TrainedRun",
-    "MessageEnv", "ToolEnv", "TaskEnv", "tool", "tool_call", "run_command", "Message", "SimulatedUser",
+    "MessageEnv", "ToolEnv", "TaskEnv", "tool", "tool_call", "run_command", "Message", "Prompt", "SimulatedUser",
     "Sandbox", "SandboxConfig", "ExecResult", "Language", "sandbox_config",
     "CreditScheme", "Credit", "LoneRule", "Need", "assign_credit", "load_credit",
     "Turn", "Trajectory", "TrajectoryGroup", "StopReason", "FinishReason", "Completion", "Sampling",

@@ -17,6 +17,10 @@ class ConfigError(UserError):
     """A recipe or command-line option that cannot be carried out."""
 
 
+class UnreachableError(ConfigError):
+    """A model of a hub that cannot be reached, and that is not in the cache."""
+
+
 class EnvironmentFailure(UserError):  # noqa: N818  # EnvironmentError is a builtin
     """An environment raised, hung or broke its contract so often that the run was stopped."""
 

@@ -190,6 +190,9 @@ Message = dict[str, Any]
 
 Split = Literal["train", "eval"]
 """Purpose of a task: to train on, or to evaluate with."""
+Prompt = Literal["short", "full"]
+"""Form of an environment's first messages: `short` for a model that learns the task from demonstrations, `full` with goal and
+rules for one that can read. An environment whose constructor has `prompt: Prompt` gets `full` with a pretrained model."""
 
 
 class NumTasks(NamedTuple):

@@ -11,6 +11,7 @@ from agentrl.cli import main
 from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.testing import check_env
 from tests.support.baselines import play
+from tests.support.hugging_face import hugging_face_folder
 
 TINY = (
     *(
@@ -85,6 +86,62 @@ def test_it_asks_for_environment_and_model(folder: Path, monkeypatch: pytest.Mon
     assert written["train"]["learning_rate"] == 2e-6  # a number, which YAML takes `2e-6` not for
     assert "warmup" not in written
     Recipe.model_validate(written)
+
+
+@pytest.mark.process
+def test_a_recipe_for_a_pretrained_model_trains_at_once(folder: Path) -> None:
+    hugging_face_folder(folder / "model", rewrites=False)
+    shorter = ("--rollout.num_groups", "2", "--rollout.group_size", "2", "--rollout.max_turn_tokens", "16")
+    once = ("--train.steps", "1", "--evaluation.num_tasks", "2", "--warmup.steps", "2", "--train.device", "cpu")
+    main(["new", "--env", "key_door", "--model", "./model", *shorter, *once])
+    recipe = load_recipe(folder / "key_door.yaml")
+    assert recipe.env.options == {"prompt": "full"}
+    assert (recipe.rollout.temperature, recipe.rollout.cut_off, recipe.evaluation.every) == (1.0, "act", 10)
+    assert (recipe.train.precision, recipe.train.learning_rate) == ("float32", 1e-5)  # a small one
+    assert (recipe.warmup.skill, recipe.warmup.learning_rate) == (0.5, 2e-5)
+    main(["train", "key_door.yaml", "--run_dir", "run"])
+    kept = yaml.safe_load((folder / "run" / "config.yaml").read_text(encoding="utf-8"))
+    assert kept["env"]["options"] == {"prompt": "full"}
+    main(["train", "run", "--train.steps", "2"])  # resumed with the same prompts
+    again = yaml.safe_load((folder / "run" / "config.yaml").read_text(encoding="utf-8"))
+    assert again == kept | {"train": kept["train"] | {"steps": 2}}
+    assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.process
+def test_what_a_pretrained_model_cannot_do_is_refused_before_its_weights_are_loaded(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hugging_face_folder(folder / "model", rewrites=False)
+    (folder / "model" / "model.safetensors").unlink()
+    given = ("--env", "key_door", "--model", "./model", "--train.device", "cpu")
+    short = ("--rollout.max_context_tokens", "200", "--rollout.max_turn_tokens", "16")
+    assert "leaves no room after the first prompt of" in refused("a", *given, *short, capsys=capsys)
+    long = ("--rollout.max_context_tokens", "100000")
+    assert "exceeds the model's 4096 positions; lower it" in refused("a", *given, *long, capsys=capsys)
+    assert "no model in './none'" in refused("a", *given[:2], "--model", "./none", capsys=capsys)
+    mine = ("--env", "my_module_of_new:Mine", "--env.options.size", "3", *given[2:], "--warmup.steps", "2")
+    assert "has no oracle()" in refused("a", *mine, capsys=capsys)
+    main(["new", "a", *given])
+    for command in (["train", "a.yaml", *long], ["train", "a.yaml", *short], ["plan", "a.yaml", *short]):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code == 2
+        assert f"agentrl: rollout.max_context_tokens: {command[3]}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "a.yaml", "--run_dir", "run"])
+    assert "model.safetensors" in capsys.readouterr().err  # by now weights are missed
+
+
+def test_rates_and_lengths_follow_the_size_of_a_model(folder: Path) -> None:
+    main(["new", "big.yaml", "--env", "calculator", "--model", "a/b", "--model.lora.rank", "8"])
+    text = (folder / "big.yaml").read_text(encoding="utf-8")
+    assert "# The hub could not be reached: " in text
+    assert "begin with  warmup: {steps: 20, skill: 0.5}" in text
+    recipe = load_recipe(folder / "big.yaml")
+    assert recipe.train.precision == "bfloat16"
+    assert recipe.train.learning_rate == pytest.approx(1e-5)
+    assert (recipe.rollout.max_turn_tokens, recipe.warmup.steps) == (512, 0)
 
 
 def test_a_small_model_without_an_oracle_is_told(folder: Path) -> None:

@@ -351,7 +351,7 @@ def test_the_command_line_wins_over_the_recipe_and_leaves_the_rest(
     text = """
 seed: 1
 run_dir: here
-env: {options: {num_operations: 2, max_operand: 5}}
+env: {options: {num_operations: 2, max_operand: 5, prompt: short}}
 model: {name_or_path: a/b, local: {hidden_size: 64, num_layers: 3}}
 engine: {lockstep: false}
 rollout: {group_size: 2, max_turns: 3}

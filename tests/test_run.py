@@ -1,5 +1,6 @@
 """Runs built from recipes: other models, templates, credit and environments than the defaults."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -66,6 +67,18 @@ def test_the_same_recipe_trains_a_hugging_face_model(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["first/ratio_deviation"] < 1e-4 for row in rows[1:])
     assert all(turn.extends for r in read_records(folder.rollouts()[0]) for turn in r.turns)
+
+
+def test_a_cold_start_on_a_file_of_dialogues_needs_no_oracle(tmp_path: Path) -> None:
+    file = tmp_path / "said.jsonl"
+    said = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Well."}]
+    file.write_text(json.dumps({"messages": said}) + "\n", encoding="utf-8")
+    model = {"name_or_path": hugging_face_folder(tmp_path / "model", rewrites=False)}
+    warmup = {"dialogues": str(file), "steps": 80, "learning_rate": 1e-2}
+    folder, rows = train(recipe(tmp_path, model=model, env={"id": f"{__name__}:Mute"}, warmup=warmup))
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    actions = [turn.message["content"] for r in read_records(folder.rollouts()[0]) for turn in r.turns]
+    assert actions.count("Well.") >= 3
 
 
 @each("mode", ["sync", "partial", "async"])

@@ -240,9 +240,10 @@ def untrained(recipe: "Recipe", *, process: int = 0) -> "Recipe":
             "run_dir": None,
             "report": recipe.report.model_copy(update={"trackers": ()}),
             "engine": recipe.engine.for_process(process),
+            "warmup": recipe.warmup if recipe.model.name_or_path is None else type(recipe.warmup)(),
             "credit": {"scheme": "uniform", "lone": "keep"},
             "loss": recipe.loss.model_copy(
-                update={"kl_coefficient": 0.0, "distill_coefficient": 0.0, "routing_replay": "none"}
+                update={"kl_coefficient": 0.0, "distill_coefficient": 0.0, "routing_replay": "none", "nll": None}
             ),
             "train": recipe.train.model_copy(update={"optimizer": "adamw", "sharding": "none"}),
         }

@@ -13,7 +13,7 @@ from agentrl.chat.forms.json_calls import CLOSE, OPEN
 from agentrl.chat.renderer import GENERATION_ENDS
 from agentrl.data.files import absolute, damage
 from agentrl.data.plain import line_of
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, UnreachableError
 from agentrl.models.gguf import gguf_folder
 
 PAD = "<|endoftext|>"
@@ -90,7 +90,7 @@ def local_folder(name_or_path: str, *, field: str = "model.name_or_path") -> Pat
     None: the hub has it.
 
     Raises:
-        ConfigError: for a name of the hub, `owner/model`, that is not in the cache while the hub cannot be reached.
+        UnreachableError: for a name of the hub, `owner/model`, that is not in the cache while the hub cannot be reached.
     """
     if folder := gguf_folder(name_or_path, field=field):
         return folder
@@ -103,7 +103,7 @@ def local_folder(name_or_path: str, *, field: str = "model.name_or_path") -> Pat
     try:
         return Path(snapshot_download(name_or_path, local_files_only=True))
     except (OSError, ValueError) as error:
-        raise ConfigError(
+        raise UnreachableError(
             f"{field}: {name_or_path!r} is not in the cache of Hugging Face, and {constants.ENDPOINT} cannot be reached "
             f"({reason}); connect, or copy the model here. A folder of this name is given as ./{name_or_path}"
         ) from error

@@ -15,7 +15,7 @@ import yaml
 
 from agentrl.cli.commands import Commands
 from agentrl.env import ask_oracle, base_env, close_env, describe
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, UnreachableError
 from agentrl.recipe.plugin import section_of
 from agentrl.report.terminal import Console
 from agentrl.rollout.env_driver import Env, reset, step
@@ -80,6 +80,27 @@ class _Sizes(NamedTuple):
     chars: int
     """Length of the longest episode, with the schemas of tools."""
     has_oracle: bool
+    has_tools: bool
+
+
+class _Pretrained(NamedTuple):
+    """A model that is trained further."""
+
+    name: str
+    num_weights: int | None
+    """None: the hub that has it cannot be reached."""
+    positions: int
+    """Longest context that it takes, in tokens."""
+    is_adapted: bool
+    """Adapters are trained in place of its weights."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is one of those that learn at higher rates, say little, and train on a CPU."""
+        return self.num_weights is not None and self.num_weights < _SMALL_WEIGHTS
+
+
+_SMALL_WEIGHTS = 1_000_000_000
 
 
 def new_recipe(name: str, *, env: str, model: str | None, overrides: Sequence[str]) -> str:
@@ -96,20 +117,44 @@ def new_recipe(name: str, *, env: str, model: str | None, overrides: Sequence[st
     """
     from agentrl.recipe.config import load_recipe  # here: it loads torch
 
-    config = load_recipe({"env": {"id": env}}, _of_env(overrides)).env
+    config = load_recipe({"env": {"id": env}, "model": {"name_or_path": model}}, _of_env(overrides)).env
     with environment_failures():
         made = config.make()
         try:
             seen = _look(made)
         finally:
             close_env(made)
-    data = _proposed(env, model, seen)
-    recipe = load_recipe(data, overrides).model_dump(mode="json")
+    is_adapted = any(word.startswith("--model.lora") for word in overrides)
+    pretrained = None if model is None else _look_at_model(model, is_adapted=is_adapted)
+    data = _of_local(env, seen) if pretrained is None else _of_pretrained(env, pretrained, seen)
+    whole = load_recipe(data, overrides)
+    recipe = whole.model_dump(mode="json")
     for option in (word.partition("=")[0] for word in overrides if word.startswith("--")):
         _set(data, recipe, option.removeprefix("--").split("."))
-    text = "\n".join(_lines(name, data, is_helpless=model is None and not seen.has_oracle))
+    if pretrained is not None and pretrained.num_weights is not None:
+        from agentrl.run.build import check_before_loading
+
+        check_before_loading(whole)
+    text = "\n".join([*_head(name, seen, pretrained), *_lines(data)])
     load_recipe(yaml.safe_load(text))
     return text + "\n"
+
+
+def _look_at_model(name: str, *, is_adapted: bool) -> _Pretrained:
+    """Look at the configuration of a model.
+
+    Raises:
+        ConfigError: if there is no such model.
+    """
+    from agentrl.policy.model import open_config
+    from agentrl.run.memory import count_weights
+
+    try:
+        _, config = open_config(name, field="--model")
+    except UnreachableError:
+        return _Pretrained(name, None, sys.maxsize, is_adapted)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return _Pretrained(name, count_weights(config, None).total, positions, is_adapted)
 
 
 def _of_env(overrides: Sequence[str]) -> list[str]:
@@ -145,26 +190,48 @@ def _look(env: Env) -> _Sizes:
             if reply.terminated or reply.truncated:
                 break
         chars = max(chars, sum(map(_length, said)))
-    return _Sizes(turns, action_chars, chars + len(json.dumps(described.tools)), has_oracle)
+    size = chars + len(json.dumps(described.tools))
+    return _Sizes(turns, action_chars, size, has_oracle, has_tools=bool(described.tools))
 
 
-def _proposed(env: str, model: str | None, seen: _Sizes) -> Data:
-    max_turns = seen.turns + math.ceil(seen.turns / 2) if seen.has_oracle else 8
-    if model is not None:
-        rollout = {
-            "max_turns": max_turns,
-            "max_turn_tokens": 512,
-            "max_episode_tokens": 4096,
-            "max_context_tokens": 8192,
-        }
-        return {
-            "env": {"id": env},
-            "model": {"name_or_path": model},
-            "rollout": {"num_groups": 8, "group_size": 8, **rollout},
-            "credit": {"scheme": "uniform"},
-            "train": {"steps": 100, "learning_rate": 1e-6, "gradient_checkpointing": True},
-            "evaluation": {"every": 20, "num_tasks": 64},
-        }
+def _max_turns(seen: _Sizes) -> int:
+    return seen.turns + math.ceil(seen.turns / 2) if seen.has_oracle else 8
+
+
+def _of_pretrained(env: str, model: _Pretrained, seen: _Sizes) -> Data:
+    """Return a recipe for a pretrained model: rates, lengths and precision follow its size."""
+    max_turns, small = _max_turns(seen), model.is_small
+    # A small model is brief once it has learned to be; a large one may think before it acts.
+    turn_tokens = max(64, _rounded(seen.action_chars / _CHARS_A_TOKEN, 32)) if small else 512
+    episode_tokens = max_turns * turn_tokens if small else 4096
+    context = max(2048 if small else 8192, _rounded(seen.chars / _CHARS_A_TOKEN + episode_tokens, 1024))
+    limits = {
+        "max_turns": max_turns,
+        "max_turn_tokens": turn_tokens,
+        "cut_off": "act",
+        "max_episode_tokens": episode_tokens,
+        "max_context_tokens": min(context, model.positions),
+    }
+    warmup = {"warmup": {"steps": 20, "skill": 0.5}} if small and seen.has_oracle and seen.has_tools else {}
+    return {
+        "env": {"id": env},
+        "model": {"name_or_path": model.name},
+        **warmup,
+        "rollout": {"num_groups": 8, "group_size": 8, "temperature": 1.0, **limits},
+        "credit": {"scheme": "uniform"},
+        "train": {
+            "steps": 100,
+            "learning_rate": (1e-5 if small else 1e-6) * (10 if model.is_adapted else 1),
+            "precision": "float32" if small else "bfloat16",
+            "gradient_checkpointing": not small,
+        },
+        "evaluation": {"every": 10, "num_tasks": 64},
+    }
+
+
+def _of_local(env: str, seen: _Sizes) -> Data:
+    """Return a recipe for a model that is made here: its limits are those of the oracle."""
+    max_turns = _max_turns(seen)
     turn_tokens = _rounded(seen.action_chars / _CHARS_A_TOKEN, 16) if seen.has_oracle else 64
     context = _rounded(seen.chars / _CHARS_A_TOKEN + max_turns * turn_tokens, 256)
     limits = {
@@ -194,14 +261,25 @@ def _set(data: Data, recipe: Data, path: Sequence[str]) -> None:
     data[name] = recipe[name]
 
 
-def _lines(name: str, data: Data, *, is_helpless: bool) -> Iterator[str]:
+def _head(name: str, seen: _Sizes, model: _Pretrained | None) -> Iterator[str]:
+    """Yield the comments with which the file begins."""
+    yield f"# yaml-language-server: $schema={SCHEMA}"
+    yield f"# agentrl train {name}; `agentrl fields` says what else there is, `agentrl fields train` of one section."
+    if model is None:
+        if not seen.has_oracle:
+            yield "# The environment has no oracle() to warm up from: a model made here learns little; set model.name_or_path."
+        return
+    if model.num_weights is None:
+        yield "# The hub could not be reached: rate and lengths are for billions of parameters, and nothing was tried."
+    if seen.has_tools and not model.is_small:
+        how = "steps: 20, skill: 0.5" if seen.has_oracle else "dialogues: FILE.jsonl"
+        yield f"# If it calls no tool (`agentrl eval {name}` shows its dialogues), begin with  warmup: {{{how}}}"
+
+
+def _lines(data: Data) -> Iterator[str]:
     from agentrl.recipe.config import Recipe  # here: it loads torch
     from agentrl.recipe.fields import attribute_docstrings
 
-    yield f"# yaml-language-server: $schema={SCHEMA}"
-    yield f"# agentrl train {name}; `agentrl fields` says what else there is, `agentrl fields train` of one section."
-    if is_helpless:
-        yield "# The environment has no oracle() to warm up from: a model made here learns little; set model.name_or_path."
     for section, value in data.items():
         yield ""
         cls = section_of(Recipe.model_fields[section].annotation)

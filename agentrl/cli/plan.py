@@ -64,6 +64,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
             f"than the {tokens:,} tokens that are counted here, it takes more."
         )
     console.print("Counted, not measured. Leave a tenth: for fragments.")
+    _check_played(recipe)
     for process in processes:
         if process.cached_tokens is not None and process.cached_tokens < recipe.rollout.max_context_tokens:
             raise ConfigError(
@@ -86,6 +87,17 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
             f"a training process needs {training.total / GB:.1f} GB, and a GPU has {options.memory:g}. What helps, each by "
             f"itself: {'; '.join(helps) or 'more GPUs, or a smaller model'}"
         )
+
+
+def _check_played(recipe: "Recipe") -> None:
+    """Check what is played against the model's tokenizer; a folder with the model's config.json alone has none."""
+    from agentrl.chat import local_folder
+    from agentrl.run.build import check_before_loading
+
+    name = recipe.model.name_or_path
+    folder = None if name is None else local_folder(name)
+    if folder is None or any(folder.glob("tokenizer*")):
+        check_before_loading(recipe)
 
 
 def _table(process: "ProcessMemory", *, memory: float) -> Table:

@@ -21,7 +21,7 @@ from agentrl.env.message_env import MessageEnv
 from agentrl.env.tool_env import tool_schemas
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.recipe.registry import import_named, names, resolve, suggest
-from agentrl.types import Amount, Message, Need, NumTasks, Split, TaskHashes
+from agentrl.types import Amount, Message, Need, NumTasks, Prompt, Split, TaskHashes
 
 Env = gym.Env[tuple[Message, ...], str | Message]
 
@@ -86,21 +86,35 @@ def _created(create: Callable[[], Any], spec: str, *, field: str) -> Any:
 
 
 def _from_registry(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    target: Any = resolve(spec, group="agentrl.envs", field=_FIELD)
-    if inspect.isfunction(target):
-        if not _is_env_class(_returned(target)):
-            raise ConfigError(
-                f"{_FIELD}: {spec!r} is a function that does not say that it makes environments, and is not called; write "
-                f"`def {target.__name__}(...) -> gymnasium.Env`"
-            )
-    elif not _is_env_class(target):
+    target = _registered(spec)
+    if not inspect.isfunction(target) and not _is_env_class(target):
         raise _no_message_env(spec, target)
     _check_options(spec, target, options)
-    create: Callable[..., Any] = target
-    return create
+    return target
+
+
+def _registered(spec: str) -> Callable[..., Any]:
+    target: Callable[..., Any] = resolve(spec, group="agentrl.envs", field=_FIELD)
+    if inspect.isfunction(target) and not _is_env_class(_returned(target)):
+        raise ConfigError(
+            f"{_FIELD}: {spec!r} is a function that does not say that it makes environments, and is not called; write "
+            f"`def {target.__name__}(...) -> gymnasium.Env`"
+        )
+    return target
 
 
 def _from_gymnasium(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    if (creator := _gymnasium_creator(spec)) is not None:
+        _check_options(spec, creator, options, also=("max_episode_steps", "render_mode"))
+
+    def create(**kwargs: Any) -> Any:
+        # Gymnasium's passive checker looks at each first step; `agentrl.testing.check_env` looks once, and deeper.
+        return gym.make(spec.rpartition(":")[2], disable_env_checker=True, **kwargs)
+
+    return create
+
+
+def _gymnasium_creator(spec: str) -> Callable[..., Any] | None:
     module, _, env_id = spec.rpartition(":")
     modules = [module] if module else []
     if not module and env_id not in gym.registry:  # packages with agentrl environments may register them on import
@@ -117,14 +131,18 @@ def _from_gymnasium(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]
             f"{_FIELD}: Gymnasium cannot find {spec!r}: {error} "
             "Write 'module:id' with the module that registers it, or 'module:Class'."
         ) from error
-    if creator is not None:
-        _check_options(spec, creator, options, also=("max_episode_steps", "render_mode"))
+    found: Callable[..., Any] | None = creator
+    return found
 
-    def create(**kwargs: Any) -> Any:
-        # Gymnasium's passive checker looks at each first step; `agentrl.testing.check_env` looks once, and deeper.
-        return gym.make(env_id, disable_env_checker=True, **kwargs)
 
-    return create
+def takes_prompt(spec: str) -> bool:
+    """Return whether an environment's constructor has an option `prompt: agentrl.Prompt`; False if it cannot be looked at."""
+    try:
+        create: Any = _gymnasium_creator(spec) if _GYMNASIUM_ID.search(spec) else _registered(spec)
+        option = inspect.signature(create, eval_str=True).parameters.get("prompt")
+    except (ConfigError, NameError, TypeError, ValueError):  # one that cannot be made is refused when it is made
+        return False
+    return option is not None and option.annotation == Prompt
 
 
 def _is_env_class(value: object) -> bool:
@@ -203,7 +221,8 @@ class EnvConfig(BaseModel):
     id: str = "calculator"
     """An installed name (`agentrl envs` lists them), `module:Class`, or a Gymnasium id."""
     options: Options = {}
-    """Keyword arguments of the environment's constructor."""
+    """Keyword arguments of the environment's constructor. One that has `prompt: agentrl.Prompt` (`short` or `full`) gets `full`
+    with a pretrained model, unless it is given here."""
 
     wrappers: tuple[Options, ...] = ()
     """Wrappers around it, the first innermost: each an `id`, an installed name or `module:Class` of a
@@ -225,6 +244,12 @@ class EnvConfig(BaseModel):
             raise ConfigError(f"env.schedule has no entry {stage}; it has {num}")
         options = self.options | (self.schedule[stage - 1].options if stage else {})
         return make_env(self.id, options, wrappers=self.wrappers)
+
+    def with_prompt(self, prompt: Prompt) -> Self:
+        """Fill in the option `prompt` if the environment has one (`takes_prompt`) and it is left open."""
+        if "prompt" in self.options or not takes_prompt(self.id):
+            return self
+        return self.model_copy(update={"options": {**self.options, "prompt": prompt}})
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

@@ -521,7 +521,8 @@ class TrainConfig(BaseModel):
     """Layout of rows: `tree` computes shared prefixes once, `packed` concatenates short rows, `padded` stacks them. `auto`:
     the first of these that is proven exact for the model when the run begins."""
     learning_rate: Rate = 3e-4
-    """Step size of AdamW."""
+    """Step size of AdamW. With a pretrained model 1e-6, with adapters 1e-5, unless it is given: right for billions of
+    parameters; models of fewer learn faster at ten times as much."""
     schedule: ScheduleName = "constant"
     """Course of the learning rate after its warm-up."""
     warmup_minibatches: AmountOrZero = 0
@@ -600,17 +601,32 @@ _ROUNDING_ERRORS = 6.0
 
 
 class WarmupConfig(BaseModel):
-    """Supervised training on `oracle()` demonstrations before reinforcement learning."""
+    """Supervised training before reinforcement learning, on demonstrations of the environment's `oracle()` or on a file.
+
+    A pretrained model that never writes a call needs a short one. Its defaults are others (`PRETRAINED_WARMUP`).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     steps: AmountOrZero = 0
-    """Optimizer steps; 0: no warm-up."""
+    """Optimizer steps; 0: no warm-up. With `dialogues`: 20."""
+    dialogues: Path | None = None
+    """A file of dialogues to imitate in place of the environment's oracle: JSONL, each line `{"messages": [...]}` in OpenAI's
+    form, maybe with `"tools": [...]`, else those of the environment. For pretrained models."""
     batch_size: Count = 16
-    """Demonstrations per step."""
+    """Demonstrations per step. With a pretrained model: 8."""
     num_demonstrations: Count = 2048
-    """Demonstrations made; they are gone through again when they run out."""
+    """Demonstrations that the oracle plays; they are gone through again when they run out. With a pretrained model: 256."""
     learning_rate: Rate = 1e-3
-    """Step size of AdamW; rises over 20 steps, falls over the last 50."""
+    """Step size of AdamW; rises over the first tenth of the steps (at most 20), falls over the last quarter (at most 50). With
+    a pretrained model: 2e-5, with adapters 2e-4."""
     skill: float = Field(default=1.0, ge=0, le=1)
     """Share of turns that the demonstrations play right: a policy that was shown perfection has no spread to learn from."""
+
+
+PRETRAINED_WARMUP: dict[str, Any] = {"batch_size": 8, "num_demonstrations": 256, "learning_rate": 2e-5}
+"""Defaults of the section `warmup` with a pretrained model: it has to learn a form, not a language."""
+PRETRAINED_RATE = 1e-6
+"""Learning rate of a pretrained model's whole weights, where a recipe leaves it open."""
+ADAPTER_RATE = 10.0
+"""Learning rate of adapters over that of whole weights, where a recipe leaves it open."""

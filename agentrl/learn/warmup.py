@@ -1,9 +1,11 @@
-"""A short supervised phase on the environment's own demonstrations, so that a model made locally knows the form.
+"""A short supervised phase on demonstrations, so that a model knows the form of its answers before it is rewarded for any.
 
 `T` demonstrated tokens of a pass.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -32,18 +34,14 @@ def warm_up(
     Args:
         policy: trained in place.
         examples: demonstrations.
-        config: steps, batch size, learning rate (up over 20 steps, down over the last 50).
+        config: steps, batch size, learning rate.
         seed: order of the demonstrations.
         max_tokens: budget of a micro-batch.
         on_step: called with the step and its loss.
     """
     planner = Planner.for_policy(policy, max_tokens=max_tokens, device=next(policy.parameters()).device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    # Full rate for most of the way: copying from the context is learned late and at once, and a rate that falls early
-    # stops short of it.
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 20, (config.steps - step) / 50)
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_rate_factor, steps=config.steps))
     rng = np.random.default_rng(derive_seed(seed, "warm-up"))
     order: list[int] = []
     loss_value = float("nan")
@@ -67,6 +65,15 @@ def warm_up(
         optimizer.zero_grad()
         on_step(step + 1, loss_value)
     return loss_value
+
+
+def _rate_factor(step: int, *, steps: int) -> float:
+    """Return the factor of the learning rate of a step, counted from 0.
+
+    Full rate for most of the way: copying from the context is learned late and at once, and a rate that falls early stops
+    short of it.
+    """
+    return min(1.0, (step + 1) / min(20, ceil(steps / 10)), (steps - step) / min(50, ceil(steps / 4)))
 
 
 def demonstrated_tokens(examples: Sequence[Demonstration]) -> TokenBatch:

@@ -20,7 +20,15 @@ from agentrl.engine import EngineConfig
 from agentrl.engine.auto import AutoConfig as AutoEngineConfig
 from agentrl.env.make import EnvConfig
 from agentrl.errors import ConfigError
-from agentrl.learn.config import LossConfig, TrainConfig, WarmupConfig, algorithm
+from agentrl.learn.config import (
+    ADAPTER_RATE,
+    PRETRAINED_RATE,
+    PRETRAINED_WARMUP,
+    LossConfig,
+    TrainConfig,
+    WarmupConfig,
+    algorithm,
+)
 from agentrl.learn.health import COLLAPSED_STEPS
 from agentrl.learn.signals import SignalsConfig
 from agentrl.policy.config import ModelConfig
@@ -73,6 +81,7 @@ class Recipe(BaseModel):
             data["credit"] = {**(own if credit.get("scheme", own["scheme"]) == own["scheme"] else {}), **credit}
         if isinstance(train := data.get("train", {}), Mapping):
             data["train"] = {**chosen.train, **train}
+        _fill_in_pretrained(data)
         resolved = chosen.loss | fields
         if resolved["aggregation"] == "constant" and resolved.get("constant_length") is None:
             data["loss"] = {**fields, "constant_length": _max_episode_tokens(data.get("rollout"))}
@@ -122,6 +131,14 @@ class Recipe(BaseModel):
                 raise ValueError(f"{alone} set {field}")
             if "fallback" in self.credit and _field_of_error(load_fallback(scheme)):
                 raise ValueError(f"{alone} remove credit.fallback")
+        if self.warmup.dialogues is not None:
+            if self.model.name_or_path is None:
+                raise ValueError(
+                    "warmup.dialogues: a model made here is shown its environment's oracle(), from which its tokenizer is made "
+                    "too; set model.name_or_path, or remove it"
+                )
+            if not (self.warmup.steps or self.loss.reads_demonstrations):
+                raise ValueError("warmup.dialogues: with warmup.steps: 0 nothing reads them; raise it, or remove them")
         if self.train.num_minibatches > episodes:
             raise ValueError(
                 f"train.num_minibatches: {self.train.num_minibatches} is more than the {episodes} episodes of a step "
@@ -140,6 +157,22 @@ def named_sections(given: Mapping[str, Any]) -> dict[str, Any]:
 
 NAMED = {"loss": "algorithm", "credit": "scheme"}
 """Sections for which a name may stand, and the field that it is."""
+
+
+def _fill_in_pretrained(data: dict[str, Any]) -> None:
+    """Give the sections `train` and `warmup` what a pretrained model needs, where the recipe leaves it open."""
+    model = data.get("model", {})
+    name, lora = (
+        model.get(field) if isinstance(model, Mapping) else getattr(model, field, None)
+        for field in ("name_or_path", "lora")
+    )
+    if name is None:
+        return
+    factor = 1.0 if lora is None else ADAPTER_RATE
+    for section, defaults in (("train", {"learning_rate": PRETRAINED_RATE}), ("warmup", PRETRAINED_WARMUP)):
+        if isinstance(given := data.get(section, {}), Mapping):
+            steps = {"steps": 20} if given.get("dialogues") is not None else {}
+            data[section] = {**defaults, **steps, "learning_rate": factor * defaults["learning_rate"], **given}
 
 
 def _max_episode_tokens(rollout: Any) -> Any:
@@ -180,7 +213,8 @@ def load_recipe(
         changes: sections, as in a recipe, but with only the fields that change; overrides lie over them.
 
     Naming another `env.id`, `credit.scheme` or `loss.algorithm` drops the recipe's options for the former one; naming another
-    plug-in elsewhere (`chat.renderer`) drops those that it does not have.
+    plug-in elsewhere (`chat.renderer`) drops those that it does not have. With a pretrained model, environments that have an
+    option `prompt: agentrl.Prompt` get `full`, unless the recipe gives it.
 
     Raises:
         ConfigError: naming each field at fault, with the nearest name for one that does not exist.
@@ -198,9 +232,13 @@ def load_recipe(
         if isinstance(name, str) and isinstance(former, dict):
             data[section] = {key: value for key, value in former.items() if key in seam.named(name).model_fields}
     try:
-        return Recipe.model_validate(merged(data, changed), context={ELSEWHERE: _FIELDS})
+        recipe = Recipe.model_validate(merged(data, changed), context={ELSEWHERE: _FIELDS})
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error, Recipe, elsewhere=_FIELDS))) from error
+    if recipe.model.name_or_path is None:
+        return recipe
+    full = {"env": recipe.env.with_prompt("full"), "evaluation": recipe.evaluation.with_prompt("full")}
+    return recipe.model_copy(update=full)
 
 
 def _read(path: Path | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class EnvSection(TypedDict, total=False):
     id: str
     r"""An installed name (`agentrl envs` lists them), `module:Class`, or a Gymnasium id."""
     options: Mapping[str, Any]
-    r"""Keyword arguments of the environment's constructor."""
+    r"""Keyword arguments of the environment's constructor. One that has `prompt: agentrl.Prompt` (`short` or `full`) gets `full` with a pretrained model, unless it is given here."""
     wrappers: Sequence[Mapping[str, Any]]
     r"""Wrappers around it, the first innermost: each an `id`, an installed name or `module:Class` of a `gymnasium.Wrapper`, and beside it keyword arguments of its constructor."""
     schedule: Sequence[StageSection | Mapping[str, Any] | BaseModel]
@@ -71,16 +71,18 @@ class ModelSection(TypedDict, total=False):
     r"""Train low-rank adapters in place of the weights. None: train the weights. An empty section: adapters of default size."""
 
 class WarmupSection(TypedDict, total=False):
-    """Supervised training on `oracle()` demonstrations before reinforcement learning."""
+    """Supervised training before reinforcement learning, on demonstrations of the environment's `oracle()` or on a file."""
 
     steps: int
-    r"""Optimizer steps; 0: no warm-up."""
+    r"""Optimizer steps; 0: no warm-up. With `dialogues`: 20."""
+    dialogues: str | Path | None
+    r"""A file of dialogues to imitate in place of the environment's oracle: JSONL, each line `{"messages": [...]}` in OpenAI's form, maybe with `"tools": [...]`, else those of the environment. For pretrained models."""
     batch_size: int
-    r"""Demonstrations per step."""
+    r"""Demonstrations per step. With a pretrained model: 8."""
     num_demonstrations: int
-    r"""Demonstrations made; they are gone through again when they run out."""
+    r"""Demonstrations that the oracle plays; they are gone through again when they run out. With a pretrained model: 256."""
     learning_rate: float
-    r"""Step size of AdamW; rises over 20 steps, falls over the last 50."""
+    r"""Step size of AdamW; rises over the first tenth of the steps (at most 20), falls over the last quarter (at most 50). With a pretrained model: 2e-5, with adapters 2e-4."""
     skill: float
     r"""Share of turns that the demonstrations play right: a policy that was shown perfection has no spread to learn from."""
 
@@ -315,7 +317,7 @@ class TrainSection(TypedDict, total=False):
     layout: Literal["auto"] | Literal["tree", "packed", "padded"]
     r"""Layout of rows: `tree` computes shared prefixes once, `packed` concatenates short rows, `padded` stacks them. `auto`: the first of these that is proven exact for the model when the run begins."""
     learning_rate: float
-    r"""Step size of AdamW."""
+    r"""Step size of AdamW. With a pretrained model 1e-6, with adapters 1e-5, unless it is given: right for billions of parameters; models of fewer learn faster at ten times as much."""
     schedule: Literal["constant", "linear", "cosine"]
     r"""Course of the learning rate after its warm-up."""
     warmup_minibatches: int

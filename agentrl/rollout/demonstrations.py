@@ -1,24 +1,33 @@
-"""Demonstrations: episodes played by the environment's own `oracle()`."""
+"""Demonstrations: episodes played by the environment's own `oracle()`, or dialogues from a file."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from agentrl.chat import Dialogue, HistoryConfig, Renderer, TurnTokens
-from agentrl.env import ask_oracle, base_env, close_env
-from agentrl.errors import ConfigError, EnvError, EnvironmentFailure, UserError
+from agentrl.chat.renderer import Tools
+from agentrl.data.plain import PlainDataError, abbreviated
+from agentrl.env import ToolCallError, arguments_object, ask_oracle, base_env, close_env, tool_schemas
+from agentrl.env.message_env import ROLES, is_message
+from agentrl.env.task_table import read_rows
+from agentrl.errors import ConfigError, EnvError, EnvironmentFailure, RendererError, UserError
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.env_driver import Env, EnvThread, MakeEnv, construct, reset, step
 from agentrl.rollout.faults import RaisedError
 from agentrl.rollout.tasks import EnvTask, Tasks, derive_seed
+from agentrl.types import Message
 
 _ORACLE_TASKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One episode played by the environment's oracle; none of it was sampled."""
+    """One episode played by the environment's oracle, or one dialogue of a file; none of it was sampled."""
 
     turns: tuple[TurnTokens, ...]
     is_over: bool
@@ -131,3 +140,82 @@ def _where(task: EnvTask) -> str:
 def _words(error: RaisedError) -> str:
     """Return the error of an episode, to follow its description."""
     return f": {error.raised}" if isinstance(error.raised, EnvError) else f" raised {error.line}"
+
+
+def read_dialogues(
+    path: Path, renderer: Renderer, *, tools: Tools, view: HistoryConfig, max_tokens: int
+) -> list[Demonstration]:
+    """Read dialogues, whose assistant's messages are the actions.
+
+    Args:
+        path: a file whose rows have `messages` in OpenAI's form, and maybe `tools`.
+        renderer: turns them into tokens.
+        tools: of a dialogue that names none.
+        view: part of the history that a context shows.
+        max_tokens: of a context.
+
+    Raises:
+        ConfigError: with file and line, for a dialogue that is none, cannot be written by the renderer, or is too long.
+    """
+    found = []
+    for row in read_rows(str(path), field=_DIALOGUES):
+        try:
+            messages = [_message(given) for given in _listed(row.values.get("messages"))]
+            schemas = tools if row.values.get("tools") is None else tool_schemas(row.values["tools"])
+            turns = _turns_of(messages, schemas, renderer, view=view, max_tokens=max_tokens)
+        except (ConfigError, PlainDataError, RendererError, ToolCallError) as error:
+            raise ConfigError(f"{_DIALOGUES}: {row.place}: {error}") from error
+        found.append(Demonstration(turns=turns, is_over=True))
+    if not found:
+        raise ConfigError(f"{_DIALOGUES}: {path} holds no dialogue")
+    return found
+
+
+_DIALOGUES = "warmup.dialogues"
+_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+
+
+def _listed(messages: object) -> list[Any]:
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"messages is {abbreviated(messages)}; give a list of messages with role and content")
+    return messages
+
+
+def _message(given: Any) -> Message:
+    """Return a message of OpenAI's form as environments have it: content is text, arguments are objects."""
+    message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    if unknown := [key for key in message if key not in _KEYS]:
+        raise ConfigError(
+            f"a message has the key {unknown[0]!r}, which is not read; remove it (known: {', '.join(_KEYS)})"
+        )
+    if isinstance(parts := message.get("content"), list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+            raise ConfigError(f"content is {abbreviated(parts)}; give text")
+        message["content"] = "".join(part["text"] for part in parts)
+    if not is_message(message := {"content": None, **message}):
+        raise ConfigError(
+            f"{abbreviated(given)} is no message; give role ({', '.join(ROLES)}) and content as text, or tool_calls"
+        )
+    if calls := message.get("tool_calls"):
+        functions = [call["function"] for call in calls]
+        read = [{**f, "arguments": arguments_object(f["name"], f.get("arguments", {}))} for f in functions]
+        message["tool_calls"] = [{**call, "function": function} for call, function in zip(calls, read, strict=True)]
+    return {**message, "content": message["content"] or ""}
+
+
+def _turns_of(
+    messages: Sequence[Message], tools: Tools, renderer: Renderer, *, view: HistoryConfig, max_tokens: int
+) -> tuple[TurnTokens, ...]:
+    actions = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    if not actions or 0 in actions or any(place + 1 in actions for place in actions):
+        raise ConfigError("the assistant speaks after someone else, at least once, and never twice in a row")
+    dialogue = Dialogue.begin(messages[: actions[0]], tools, renderer, view=view)
+    turns = []
+    for place, following in zip_longest(actions, actions[1:]):
+        action_ids = renderer.encode(messages[place])
+        turns.append(dialogue.turn(action_ids))
+        if (num := len(dialogue.context_ids) + len(action_ids)) > max_tokens:
+            raise ConfigError(f"it has {num} tokens, more than rollout.max_context_tokens: {max_tokens}; raise that")
+        if following is not None:
+            dialogue = dialogue.after(action_ids, messages[place], messages[place + 1 : following], renderer)
+    return tuple(turns)

@@ -68,6 +68,8 @@ class Playing(BaseModel):
     def read(cls, *layers: Mapping[str, Any]) -> Self:
         """Return the sections of a recipe, each layer over the one before; another `env.id` drops the options of the former.
 
+        Environments that have an option `prompt: agentrl.Prompt` get `full`, unless a layer gives it.
+
         Raises:
             ConfigError: naming each field at fault.
         """
@@ -78,9 +80,11 @@ class Playing(BaseModel):
                 sections = {**sections, "env": {}}
             sections = merged(sections, layer)
         try:
-            return cls.model_validate(sections)
+            playing = cls.model_validate(sections)
         except ValidationError as error:
             raise ConfigError("\n".join(explain(error, cls))) from error
+        full = {"env": playing.env.with_prompt("full"), "evaluation": playing.evaluation.with_prompt("full")}
+        return playing.model_copy(update=full)
 
 
 def _nested_id(sections: Mapping[str, Any]) -> object:

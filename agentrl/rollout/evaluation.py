@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator,
 from agentrl.data.plain import is_number
 from agentrl.env.make import EnvConfig
 from agentrl.rollout.pool import RolloutPool
-from agentrl.types import AmountOrZero, Count, StopReason, TaskShard, Trajectory, TrajectoryGroup, between
+from agentrl.types import AmountOrZero, Count, Prompt, StopReason, TaskShard, Trajectory, TrajectoryGroup, between
 
 
 class Interval(NamedTuple):
@@ -65,6 +65,10 @@ class EvaluationConfig(BaseModel):
                 field = ".".join(filter(None, ("env", name, "schedule")))
                 raise ValueError(f"{field}: every evaluation is in the same environment; give its options alone")
         return self
+
+    def with_prompt(self, prompt: Prompt) -> Self:
+        """Fill in the option `prompt` of each environment that has one and leaves it open."""
+        return self.model_copy(update={"env": {name: env.with_prompt(prompt) for name, env in self.env.items()}})
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from agentrl.chat import ChatMLRenderer, Renderer, describe, load_tokenizer
+from agentrl.chat import ChatMLRenderer, Renderer, describe, load_tokenizer, pretrained_tokenizer
 from agentrl.chat.chat_template import TOOLS, USER
 from agentrl.credit import CreditScheme, load_credit_for
 from agentrl.data.files import absolute, moved_to
@@ -48,6 +48,8 @@ from agentrl.run.parts import (
     build_teacher,
     build_tokenizer,
     bytes_tokenizer,
+    check_positions,
+    demonstrate,
     task_shard,
 )
 from agentrl.run.weight_sync import WeightSync
@@ -119,11 +121,13 @@ def _build(
     env, others = _build_envs(recipe, runner, stack)
     credit, lack = _load_credit(recipe, env)
     check_attention(recipe.model.attention, accelerator.device, is_half=recipe.train.precision == "bfloat16")
+    renderer: Renderer | None = None
+    if recipe.model.name_or_path is not None:
+        is_begun = tokenizer_folder is not None
+        renderer = _check_dialogues(recipe, env, others, credit, runner, is_begun=is_begun)
     loaded = _load_model(recipe, env, credit, runner, tokenizer_folder=tokenizer_folder)
-    renderer = recipe.chat.build(loaded.tokenizer, name=str(recipe.model.name_or_path or "local"))
+    renderer = renderer or recipe.chat.build(loaded.tokenizer, name="local")
     has_tools = bool(env.description.tools)
-    if has_tools or any(other.has_tools for other in others):
-        renderer.start([USER], TOOLS)  # raises before anything is sampled
     engine = _open_engine(recipe, loaded, shard, accelerator.device, runner, stack)
     on_fault = partial(_warn_fault, FaultLog(recipe.run_dir, piece=pieces_of(loaded.tokenizer)), engine, on_warning)
     pool = build_pool(
@@ -162,6 +166,52 @@ def _build(
         learner=learner,
         weight_sync=_weight_sync(recipe, pool, learner, runner),
     )
+
+
+def check_before_loading(recipe: Recipe) -> Renderer | None:
+    """Make the environments of a recipe and check what training needs of them and of a pretrained model, without its weights.
+
+    Returns: the model's renderer. None: a model is made.
+
+    Raises:
+        UserError: naming the field and the fix.
+    """
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        env, others = _build_envs(recipe, runner, stack)
+        credit, _ = _load_credit(recipe, env)
+        if recipe.model.name_or_path is None:
+            return None
+        return _check_dialogues(recipe, env, others, credit, runner)
+
+
+def _check_dialogues(
+    recipe: Recipe,
+    env: EnvPart,
+    others: tuple[EvaluationEnv, ...],
+    credit: CreditScheme,
+    runner: asyncio.Runner,
+    *,
+    is_begun: bool = False,
+) -> Renderer:
+    """Return the renderer of a pretrained model, after writing with it what the run will: all of it before weights are loaded.
+
+    Raises:
+        UserError: if the model's positions, its chat template, the environment's first prompt or the demonstrations do not fit.
+    """
+    name, rollout = str(recipe.model.name_or_path), recipe.rollout
+    _, config = open_config(name, field="model.name_or_path")
+    check_positions(config, max_context_tokens=rollout.max_context_tokens, owner="the model's")
+    renderer = recipe.chat.build(pretrained_tokenizer(name), name=name)
+    if env.description.tools or any(other.has_tools for other in others):
+        renderer.start([USER], TOOLS)
+    trial = try_environment(
+        make_env=env.make, renderer=renderer, config=rollout, tasks=env.tasks, fork=reads_branches(credit)
+    )
+    runner.run(trial)
+    if not is_begun and (recipe.warmup.steps or recipe.loss.reads_demonstrations):
+        demonstrate(env, renderer, config=recipe.warmup, rollout=rollout, count=1, runner=runner)
+    return renderer
 
 
 def _weight_sync(recipe: Recipe, pool: RolloutPool, learner: Learner, runner: asyncio.Runner) -> WeightSync:
@@ -259,7 +309,6 @@ def _load_model(
 ) -> ModelPart:
     rollout, tokenizer = recipe.rollout, None
     if (name := recipe.model.name_or_path) is not None:
-        open_config(name, field="model.name_or_path")  # before anything is shown of a run that cannot begin
         announce(f"loading {name}")
     else:
         announce("making a model and its tokenizer")

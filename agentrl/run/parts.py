@@ -40,7 +40,7 @@ from agentrl.policy.lora import add_lora, find_layers, round_frozen
 from agentrl.policy.model import Policy, check_dropout, load_pretrained, make_local_model
 from agentrl.policy.sharded_checkpoint import load_sharded, small_like
 from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks, describe_env
-from agentrl.rollout.demonstrations import Demonstration, demonstrations
+from agentrl.rollout.demonstrations import Demonstration, demonstrations, read_dialogues
 from agentrl.rollout.env_driver import Environments, MakeEnv
 from agentrl.rollout.evaluation import EvaluationConfig
 from agentrl.rollout.tasks import Stage
@@ -214,7 +214,22 @@ def demonstrate(
     count: int,
     runner: asyncio.Runner,
 ) -> list[Demonstration]:
-    """Return episodes that the environment's own policy plays, on rank 0 for all ranks."""
+    """Return episodes that the environment's own policy plays, or the dialogues of a file; on rank 0 for all ranks.
+
+    Args:
+        env: plays, and names the tools of a dialogue that does not.
+        renderer: turns messages into tokens.
+        config: section `warmup` of the recipe.
+        rollout: limits.
+        count: number of episodes; of a file, all dialogues are read.
+        runner: event loop on which environments are called.
+
+    Raises:
+        UserError: without an oracle, or for a file that holds something else.
+    """
+    if (path := config.dialogues) is not None:
+        reading = partial(read_dialogues, path, renderer, tools=env.description.tools, view=rollout.history)
+        return from_rank_zero(lambda: reading(max_tokens=rollout.max_context_tokens))
     playing = partial(
         demonstrations, env.make, renderer, count=count, skill=config.skill, config=rollout, tasks=env.tasks
     )
@@ -270,7 +285,7 @@ def build_model(
         fix_frequencies(model, max_context_tokens)
         freeze_towers(model)
     check_dropout(model.config)
-    _check_positions(model.config, max_context_tokens=max_context_tokens, owner="the model's")
+    check_positions(model.config, max_context_tokens=max_context_tokens, owner="the model's")
     return ModelPart(model=model, tokenizer=tokenizer, sharded_checkpoint=sharded_checkpoint)
 
 
@@ -286,7 +301,7 @@ def build_teacher(
     model, other = load_pretrained(name, field=field, attention=config.attention)
     if other.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"{field}: the tokenizer of {name!r} is not the policy's, so its tokens mean something else")
-    _check_positions(model.config, max_context_tokens=max_context_tokens, owner=f"{field}: the teacher's")
+    check_positions(model.config, max_context_tokens=max_context_tokens, owner=f"{field}: the teacher's")
     fix_frequencies(model, max_context_tokens)
     is_half = train.precision == "bfloat16"
     layout, _ = from_rank_zero(lambda: choose_layout(model, "auto", max_tokens=max_context_tokens, half=is_half))
@@ -295,7 +310,7 @@ def build_teacher(
     return Policy(model, layout=layout, field=field)
 
 
-def _check_positions(config: Any, *, max_context_tokens: int, owner: str) -> None:
+def check_positions(config: Any, *, max_context_tokens: int, owner: str) -> None:
     """Refuse contexts that are longer than a model has positions."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and max_context_tokens > limit:

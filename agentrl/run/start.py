@@ -183,14 +183,16 @@ def _prepare(parts: Parts) -> Preparation:
 
 def _demonstrations(parts: Parts) -> list[Demonstration]:
     """Return the demonstrations of the warm-up, which `loss.nll` imitates too: of each run the same."""
-    recipe = parts.recipe
-    announce(f"playing {recipe.warmup.num_demonstrations} demonstrations")
+    recipe, warmup = parts.recipe, parts.recipe.warmup
+    announce(
+        f"reading {warmup.dialogues}" if warmup.dialogues else f"playing {warmup.num_demonstrations} demonstrations"
+    )
     return demonstrate(
         parts.env,
         parts.pool.context.renderer,
-        config=recipe.warmup,
+        config=warmup,
         rollout=recipe.rollout,
-        count=recipe.warmup.num_demonstrations,
+        count=warmup.num_demonstrations,
         runner=parts.runner,
     )
 

@@ -6,8 +6,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from agentrl import Message, ToolEnv, tool, tool_call
-from agentrl_envs.options import share, whole_number
+from agentrl import Message, Prompt, ToolEnv, tool, tool_call
+from agentrl_envs.options import opening, prompt_form, share, whole_number
 
 Expression: TypeAlias = "int | tuple[Expression, str, Expression]"
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -22,7 +22,13 @@ class Calculator(ToolEnv):
     """
 
     def __init__(
-        self, *, num_operations: int = 2, max_operand: int = 9, turn_reward: float = 0.2, turn_rewards: bool = True
+        self,
+        *,
+        num_operations: int = 2,
+        max_operand: int = 9,
+        turn_reward: float = 0.2,
+        turn_rewards: bool = True,
+        prompt: Prompt = "short",
     ) -> None:
         """Set the difficulty.
 
@@ -31,21 +37,32 @@ class Calculator(ToolEnv):
             max_operand: largest number in it; the smallest is 1.
             turn_reward: reward of a right call.
             turn_rewards: False pays for the final answer alone.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
         """
         super().__init__()
         self.num_operations = whole_number("num_operations", num_operations, at_least=1, at_most=100)
         self.max_operand = whole_number("max_operand", max_operand, at_least=1, at_most=10**9)
         self.turn_reward = share("turn_reward", turn_reward)
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         self.question: Expression = 0
         self.expression: Expression = 0
         self.is_answered = False
 
-    def start(self, options: dict[str, Any]) -> str:  # noqa: ARG002 - the task follows from the seed alone
+    def start(self, options: dict[str, Any]) -> str | list[Message]:  # noqa: ARG002 - the task follows from the seed alone
         """Draw an expression."""
         self.question = self.expression = self._draw(self.num_operations)
         self.is_answered = False
-        return f"{_text(self.expression)}=?"
+        return opening(
+            self.prompt,
+            f"{_text(self.expression)}=?",
+            "You work out an expression in brackets, one operation at a time. In each turn, call calc for one operation whose "
+            "two operands are known numbers; innermost brackets come first. You get its result, which takes the place of that "
+            "operation in the expression. When the value of the whole expression is known, answer without a call: write that "
+            "number and nothing else.",
+            self.turn_rewards and f"Each call of an operation of the expression earns {self.turn_reward:g}.",
+            "The right number earns 1. The first answer without a call ends the task.",
+        )
 
     @tool
     def calc(self, a: int, op: Literal["+", "-", "*"], b: int) -> str:

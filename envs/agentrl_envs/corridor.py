@@ -4,8 +4,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from agentrl import Message, ToolEnv, UserError, tool, tool_call
-from agentrl_envs.options import in_split, share, whole_number
+from agentrl import Message, Prompt, ToolEnv, UserError, tool, tool_call
+from agentrl_envs.options import in_split, opening, prompt_form, share, whole_number
 
 Color: TypeAlias = Literal["red", "blue", "green", "gold", "black", "white", "pink", "gray"]
 COLORS: tuple[Color, ...] = get_args(Color)
@@ -29,6 +29,7 @@ class Corridor(ToolEnv):
         detour: int = 3,
         turn_reward: float = 0.1,
         turn_rewards: bool = True,
+        prompt: Prompt = "short",
     ) -> None:
         """Set the difficulty.
 
@@ -38,6 +39,7 @@ class Corridor(ToolEnv):
             detour: largest number of rooms to walk back for a key behind an open door; 0: every key lies on the way.
             turn_reward: reward of a key's first taking and of a door's opening.
             turn_rewards: False pays in the last room alone.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
         """
         super().__init__()
         self.num_rooms = whole_number("num_rooms", num_rooms, at_least=2, at_most=50)
@@ -45,6 +47,7 @@ class Corridor(ToolEnv):
         self.detour = whole_number("detour", detour, at_least=0, at_most=50)
         self.turn_reward = share("turn_reward", turn_reward)
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         if num_doors >= num_rooms:
             raise UserError(f"num_doors: {num_rooms} rooms have {num_rooms - 1} walls between them, got {num_doors}")
         self.room = 1
@@ -53,14 +56,25 @@ class Corridor(ToolEnv):
         self.keys: dict[Color, int] = {}  # rooms of those that lie there
         self.unpaid: set[Color] = set()  # keys that were never taken
 
-    def start(self, options: dict[str, Any]) -> str:
+    def start(self, options: dict[str, Any]) -> str | list[Message]:
         """Draw doors and keys of the split."""
         self.room, self.holding = 1, None
         for _ in range(_MAX_DRAWS):  # of short corridors there are few
             self._draw()
             if in_split(self.state_key(), options.get("split", "train")):
                 break
-        return f"Reach room {self.num_rooms}. {self._look()}"
+        return opening(
+            self.prompt,
+            f"Reach room {self.num_rooms}. {self._look()}",
+            f"You walk through a row of rooms, from room 1 to room {self.num_rooms}. In each turn, call one tool: left and "
+            "right walk one room, take picks up a key that lies in your room, unlock opens a door of your room. A door blocks "
+            "the way to the right until it is unlocked, from your side, with the key of its color; the key then stays in the "
+            "lock. You hold one key at most: taking another puts it down. The key of a door always lies in a room to the left "
+            "of it, so sometimes you must walk back. Text without a call moves nothing.",
+            self.turn_rewards
+            and f"The first taking of each key and the opening of each door earn {self.turn_reward:g}.",
+            f"Reaching room {self.num_rooms} earns 1 and ends the task.",
+        )
 
     @tool
     def left(self) -> str:

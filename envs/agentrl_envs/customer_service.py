@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from pydantic import ValidationError
 
-from agentrl import Message, SimulatedUser, ToolEnv, UserError, tool, tool_call
-from agentrl_envs.options import names, share, whole_number
+from agentrl import Message, Prompt, SimulatedUser, ToolEnv, UserError, tool, tool_call
+from agentrl_envs.options import names, opening, prompt_form, share, whole_number
 
 PRODUCTS = ("boots", "coat", "dress", "jacket", "jeans", "shirt", "socks", "sweater")
 SIZES = ("S", "M", "L", "XL")
@@ -298,6 +298,7 @@ class CustomerService(ToolEnv):
         transfers: float = 0.2,
         turn_reward: float = 0.4,
         turn_rewards: bool = True,
+        prompt: Prompt = "short",
         user: dict[str, Any] | None = None,
     ) -> None:
         """Set the difficulty.
@@ -309,6 +310,7 @@ class CustomerService(ToolEnv):
             transfers: share of customers whose last wish is for a human.
             turn_reward: reward of all demanded changes and refusals together.
             turn_rewards: False pays at the end alone.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
             user: `{url, model}` of an OpenAI-compatible endpoint that plays the customer; by default rules do.
 
         Raises:
@@ -322,6 +324,7 @@ class CustomerService(ToolEnv):
         }
         self.turn_reward = share("turn_reward", turn_reward)
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         try:
             self.user = None if user is None else SimulatedUser.model_validate(user)
         except ValidationError as error:
@@ -331,12 +334,22 @@ class CustomerService(ToolEnv):
         self.has_insisted = False
         self._begin(Case(shop=Shop(orders={}), stock={}, email="", wishes=(), demanded=Shop(orders={})))
 
-    def start(self, options: dict[str, Any]) -> list[Message]:  # noqa: ARG002 - the task follows from the seed alone
+    def start(self, options: dict[str, Any]) -> str | list[Message]:  # noqa: ARG002 - the task follows from the seed alone
         """Draw a shop and a customer."""
         self._begin(draw_case(self.np_random, num_requests=self.num_requests, **self.shares))
-        opening = f"Hello, I want to {self._wish.text}."
-        self.said += [say("Hello, how can I help you?"), {"role": "user", "content": opening}]
-        return [{"role": "system", "content": _policy()}, {"role": "user", "content": opening}]
+        greeting = f"Hello, I want to {self._wish.text}."
+        self.said += [say("Hello, how can I help you?"), {"role": "user", "content": greeting}]
+        return opening(
+            self.prompt,
+            greeting,
+            f"{_policy()}\n\nIn each turn, either call one tool or write one short message to the customer. Ask for what you "
+            "do not know: the email, the number of the order, the size or the address that is wished. Look up the customer and "
+            "the order before you decide, and for an exchange the stock.",
+            self.turn_rewards and f"Changes and refusals that the policy demands earn {self.turn_reward:g} together.",
+            "The talk ends when the customer has no other wish, is transferred or loses patience. It then earns 1 if every "
+            "order is exactly as the policy demands it.",
+            short=_policy(),
+        )
 
     @tool
     def find_customer(self, email: str) -> str:

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-from agentrl import Message, ToolEnv, UserError, tool, tool_call
-from agentrl_envs.options import in_split, share, whole_number
+from agentrl import Message, Prompt, ToolEnv, UserError, tool, tool_call
+from agentrl_envs.options import in_split, opening, prompt_form, share, whole_number
 
 Direction: TypeAlias = Literal["left", "down", "right", "up"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)  # in Gymnasium's order
@@ -37,6 +37,7 @@ class FrozenLake(ToolEnv):
         view: Literal["map", "around"] = "map",
         progress_reward: float = 0.5,
         turn_rewards: bool = True,
+        prompt: Prompt = "short",
     ) -> None:
         """Set the difficulty.
 
@@ -47,6 +48,7 @@ class FrozenLake(ToolEnv):
             view: `map`, or `around`.
             progress_reward: what all steps of a shortest path earn together.
             turn_rewards: False pays at the goal alone.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
         """
         super().__init__()
         self.size = whole_number("size", size, at_least=3, at_most=20)
@@ -54,13 +56,14 @@ class FrozenLake(ToolEnv):
         self.slip = share("slip", slip)
         self.progress_reward = share("progress_reward", progress_reward)
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         if view not in {"map", "around"}:
             raise UserError(f"view: give 'map' or 'around', got {view!r}")
         self.view = view
         self.rows: tuple[str, ...] = ()
         self.at = 0
 
-    def start(self, options: dict[str, Any]) -> str:
+    def start(self, options: dict[str, Any]) -> str | list[Message]:
         """Draw a map of the split by the seed; how the ice slips differs within a group."""
         for _ in range(_MAX_DRAWS):  # until it is one of the split: of small lakes there are few
             self.rows = tuple(generate_random_map(self.size, self.frozen, seed=int(self.np_random.integers(2**31))))
@@ -71,9 +74,24 @@ class FrozenLake(ToolEnv):
             self.np_random = np.random.default_rng(
                 [int(self.np_random.integers(2**31)), options.get("rollout_index", 0)]
             )
-        if self.view == "around":
-            return self._look()
-        return f"Go from @ to G over ice (.), not into holes (O).\n{self._look()}"
+        goal = "Go from @ to G over ice (.), not into holes (O).\n" if self.view == "map" else ""
+        shown = {
+            "map": "You see the map: @ is you, G the goal, . ice, O a hole; up is the line above, right the next character.",
+            "around": "You see how far down and to the right the goal is, and what the four tiles around you are.",
+        }
+        return opening(
+            self.prompt,
+            f"{goal}{self._look()}",
+            f"You cross a frozen lake of {self.size} by {self.size} tiles to the goal. In each turn, call move once with left, "
+            f"down, right or up: it takes you one tile further, and at the edge you stay. {shown[self.view]} Plan a way around "
+            "the holes. Text without a call moves nothing.",
+            self.slip > 0
+            and f"The ice is slippery: with a chance of {self.slip:.0%} you slip to one of the two sides.",
+            self.turn_rewards
+            and f"Steps that shorten the way earn up to {self.progress_reward:g} together; those that lengthen it cost as "
+            "much.",
+            "Reaching the goal earns 1 and ends the task. A hole ends it too, and earns nothing.",
+        )
 
     @tool
     def move(self, to: Direction) -> str:

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl import Message, ToolEnv, UserError, tool, tool_call
-from agentrl_envs.options import share, whole_number
+from agentrl import Message, Prompt, ToolEnv, UserError, tool, tool_call
+from agentrl_envs.options import opening, prompt_form, share, whole_number
 
 _SMALL_TALK = ("Nice day?", "Long way?", "Seen a cat?", "Tea?")
 
@@ -26,6 +26,7 @@ class KeyDoor(ToolEnv):
         key_reward: float = 0.2,
         noise: float = 0.0,
         turn_rewards: bool = True,
+        prompt: Prompt = "short",
     ) -> None:
         """Set the difficulty.
 
@@ -35,6 +36,7 @@ class KeyDoor(ToolEnv):
             key_reward: reward for taking the key.
             noise: each turn between key and door earns this or its negative, at even odds.
             turn_rewards: False pays at the door alone.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
 
         Raises:
             UserError: for an option outside its range, and for noise without turn rewards.
@@ -45,12 +47,13 @@ class KeyDoor(ToolEnv):
         self.key_reward = share("key_reward", key_reward)
         self.noise = share("noise", noise)
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         if noise and not turn_rewards:
             raise UserError(f"noise: {noise:g} is paid turn by turn; set turn_rewards: true, or noise: 0")
         self.where = self.stage = 0  # stage 0: boxes; 1 to num_distractors: talk; then the door; then the end
         self.has_key = False
 
-    def start(self, options: dict[str, Any]) -> str:
+    def start(self, options: dict[str, Any]) -> str | list[Message]:
         """Hide the key by the seed alone; what the turns after it pay differs within a group."""
         self.where = int(self.np_random.integers(self.num_boxes))
         self.stage = 0
@@ -59,7 +62,19 @@ class KeyDoor(ToolEnv):
             self.np_random = np.random.default_rng(
                 [int(self.np_random.integers(2**31)), options.get("rollout_index", 0)]
             )
-        return f"The key is in box {self.where}."
+        return opening(
+            self.prompt,
+            f"The key is in box {self.where}.",
+            "You need a key to open a door. In your first turn, call open_box with the number of the box that holds the key: "
+            "no later turn can take it.",
+            self.num_distractors > 0
+            and f"Then you walk to the door for {self.num_distractors} turns, in which you are asked something and "
+            "nothing that you do matters: answer in a few words, or call look.",
+            "When you are told 'The door.', call open_door.",
+            self.turn_rewards and f"Taking the key earns {self.key_reward:g}.",
+            self.noise > 0 and f"Each turn on the way earns or costs {self.noise:g} by chance.",
+            "Opening the door ends the task: with the key it earns 1, without it nothing.",
+        )
 
     @tool
     def open_box(self, box: int) -> str:

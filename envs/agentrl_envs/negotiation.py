@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from agentrl import Message, ToolEnv, UserError, tool, tool_call
-from agentrl_envs.options import in_split, share, whole_number
+from agentrl import Message, Prompt, ToolEnv, UserError, tool, tool_call
+from agentrl_envs.options import in_split, opening, prompt_form, share, whole_number
 
 Strategy: TypeAlias = Literal["steady", "early", "late", "mirror"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -40,6 +40,7 @@ class Negotiation(ToolEnv):
         target: float = 0.8,
         offer_reward: float = 0.2,
         turn_rewards: bool = True,
+        prompt: Prompt = "short",
     ) -> None:
         """Set the difficulty.
 
@@ -51,6 +52,7 @@ class Negotiation(ToolEnv):
             target: share of the achievable gain that counts as success.
             offer_reward: what better counter-offers earn.
             turn_rewards: False pays for the agreement alone.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
         """
         super().__init__()
         self.num_issues = whole_number("num_issues", num_issues, at_least=1, at_most=len(_ISSUES))
@@ -64,6 +66,7 @@ class Negotiation(ToolEnv):
         self.target = share("target", target)
         self.offer_reward = share("offer_reward", offer_reward)
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         self.manner: Strategy = "steady"
         self.weights_A = self.others_A = np.zeros(
             self.num_issues
@@ -74,7 +77,7 @@ class Negotiation(ToolEnv):
         self.offered: int | None = None  # its last counter-offer
         self.best_offered = 0.0
 
-    def start(self, options: dict[str, Any]) -> str:
+    def start(self, options: dict[str, Any]) -> str | list[Message]:
         """Draw what the issues are worth to either side, and how the other gives way."""
         self.round = 1
         self.met = 0.0
@@ -86,7 +89,19 @@ class Negotiation(ToolEnv):
                 break
         worth = ", ".join(f"{name} {points:g}" for name, points in zip(_ISSUES, self.weights_A, strict=False))
         top = self.num_levels - 1
-        return f"Agree on levels 0 to {top}. Your points at level {top}: {worth}. {self.num_rounds} rounds. Your offer?"
+        return opening(
+            self.prompt,
+            f"Agree on levels 0 to {top}. Your points at level {top}: {worth}. {self.num_rounds} rounds. Your offer?",
+            f"You negotiate a deal: a level from 0 to {top} for each of {self.num_issues} issues. Higher levels give you more "
+            "points, in proportion, and the other side fewer. What matters most to you matters least to the other, so ask for "
+            "high levels where your points are many and give way where they are few. In each turn, call offer with a list of "
+            f"{self.num_issues} levels, in the order of the issues; or accept, which takes the other's last counter-offer; or "
+            "quit, which ends without a deal. The other gives way as rounds pass, so insist for a while. Text without a call "
+            "does nothing.",
+            self.turn_rewards and f"Better counter-offers than all before earn up to {self.offer_reward:g} together.",
+            "A deal earns your points as a share of the most that could be had, and ends the task. Without a deal after "
+            f"{self.num_rounds} offers you earn nothing.",
+        )
 
     @tool
     def offer(self, levels: list[int]) -> str:

@@ -4,8 +4,9 @@ import functools
 import hashlib
 import itertools
 import math
+from typing import get_args
 
-from agentrl import UserError
+from agentrl import Message, Prompt, UserError
 from agentrl_envs.data import read_yaml
 
 _FORMS = {
@@ -61,6 +62,30 @@ def finite_number(name: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     raise UserError(f"{name}: give a number, got {value!r}")
+
+
+def prompt_form(value: object) -> Prompt:
+    """Return `value` if it is a form of the prompt.
+
+    Raises:
+        UserError: naming the option, what it was given and what it takes.
+    """
+    if value == "short" or value == "full":
+        return value
+    raise UserError(f"prompt: give {' or '.join(get_args(Prompt))}, got {value!r}")
+
+
+def opening(prompt: Prompt, text: str, *rules: str | bool, short: str = "") -> str | list[Message]:
+    """Return the first messages of a task.
+
+    Args:
+        prompt: the form.
+        text: what the user says.
+        *rules: sentences of the system message in the full form; False stands for one that does not hold.
+        short: the system message of the short form. Empty: there is none.
+    """
+    system = short if prompt == "short" else " ".join(rule for rule in rules if isinstance(rule, str))
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}] if system else text
 
 
 def in_split(task: str, split: str, *, one_in: int = 4) -> bool:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from agentrl import Message, ToolEnv, UserError, sandbox_config, tool, tool_call
-from agentrl_envs.options import share, whole_number
+from agentrl import Message, Prompt, ToolEnv, UserError, sandbox_config, tool, tool_call
+from agentrl_envs.options import opening, prompt_form, share, whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +182,7 @@ class PythonSandbox(ToolEnv):
         num_hidden: int = 8,
         example_reward: float = 0.3,
         turn_rewards: bool = True,
+        prompt: Prompt = "short",
         sandbox: str | Mapping[str, Any] = "monty",
     ) -> None:
         """Set the difficulty.
@@ -193,6 +194,7 @@ class PythonSandbox(ToolEnv):
             num_hidden: tests of a submission, at most (bundled problems have about eight in all).
             example_reward: for all visible examples together.
             turn_rewards: False pays for the submission alone.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
             sandbox: an installed sandbox, or a mapping of its name and fields.
 
         Raises:
@@ -207,6 +209,7 @@ class PythonSandbox(ToolEnv):
         self.num_hidden = whole_number("num_hidden", num_hidden, at_least=3, at_most=50)
         self.example_reward = share("example_reward", example_reward)
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         self.sandbox = sandbox_config(sandbox)
         with self.sandbox.build() as box:
             box.exec("pass")  # refuses what runs no Python, before a run begins
@@ -218,7 +221,7 @@ class PythonSandbox(ToolEnv):
         """Return how many bundled problems a split has; drawn ones have no end."""
         return len(bundled(split)) if self.tasks == "bundled" else None
 
-    def start(self, options: dict[str, Any]) -> str:
+    def start(self, options: dict[str, Any]) -> str | list[Message]:
         """Set a problem."""
         split = options.get("split") or "train"
         if self.tasks == "bundled":
@@ -230,7 +233,15 @@ class PythonSandbox(ToolEnv):
             self.problem = drawn(self.tasks, split, num_steps=self.num_steps, num_tests=num_tests, rng=self.np_random)
         self.passed, self.is_submitted = frozenset(), False
         examples = "\n".join(f"{_call(test)} == {test.expected!r}" for test in self._visible())
-        return f"Write {self.problem.signature} in Python. {self.problem.text}\n{examples}\nTry it with run, then submit it."
+        return opening(
+            self.prompt,
+            f"Write {self.problem.signature} in Python. {self.problem.text}\n{examples}\nTry it with run, then submit it.",
+            "You write one Python function, called solve, that returns its result. In each turn, call run or submit with "
+            "the whole code: the complete definition of solve. run tries it on the examples and shows what differs; use "
+            "it as often as you need. submit hands it in. Text without a call does nothing.",
+            self.turn_rewards and f"Examples that pass in run earn up to {self.example_reward:g} together.",
+            f"submit ends the task: the code is tested on up to {self.num_hidden} other calls, and earns 1 if all are right.",
+        )
 
     @tool
     def run(self, code: str) -> str:

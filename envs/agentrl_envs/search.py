@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from agentrl import Message, ToolEnv, UserError, tool, tool_call
+from agentrl import Message, Prompt, ToolEnv, UserError, tool, tool_call
 from agentrl_envs.data import read_yaml
-from agentrl_envs.options import names, share, whole_number
+from agentrl_envs.options import names, opening, prompt_form, share, whole_number
 
 _SEED = 20260101
 """Seed of the world, which is the same for everyone."""
@@ -168,6 +168,7 @@ class Search(ToolEnv):
         evidence_reward: float = 0.3,
         answer_reward: str = "exact",
         turn_rewards: bool = True,
+        prompt: Prompt = "short",
     ) -> None:
         """Set the difficulty.
 
@@ -178,6 +179,7 @@ class Search(ToolEnv):
             evidence_reward: reward of all documents that lead to the answer together.
             answer_reward: `exact` pays 1 for a right answer; `f1` pays the words it shares with the right one.
             turn_rewards: False pays for the answer alone.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
 
         Raises:
             UserError: for an option outside its range.
@@ -191,6 +193,7 @@ class Search(ToolEnv):
             raise UserError(f"answer_reward: give exact or f1, got {answer_reward!r}")
         self.answer_reward = answer_reward
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         self.question = Question("", (), "")
         self.results: list[int] = []  # of the last search, for the oracle's mistakes
         self.listed: set[int] = set()
@@ -201,7 +204,7 @@ class Search(ToolEnv):
         """Return the number of questions: no entity begins questions of both splits."""
         return len(questions(self.min_hops, self.max_hops, split))
 
-    def start(self, options: dict[str, Any]) -> list[Message]:
+    def start(self, options: dict[str, Any]) -> str | list[Message]:
         """Ask the question of `task_index`, or any of the split."""
         asked = questions(self.min_hops, self.max_hops, options.get("split", "train"))
         index = options.get("task_index")
@@ -210,7 +213,20 @@ class Search(ToolEnv):
         self.listed = set()
         self.opened = set()
         self.is_answered = False
-        return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": self.question.text}]
+        return opening(
+            self.prompt,
+            self.question.text,
+            "You answer a question from a collection of documents about invented people, works and places: you cannot "
+            "know the answer, so look it up. In each turn, call search with a name or a few words, which lists the "
+            "numbers and titles of documents, or open with such a number, which shows the text. A question may lead "
+            "through several documents: each names what to look up next. When you have found the answer, answer without "
+            "a call: write the name or the number alone, not a sentence.",
+            self.turn_rewards
+            and f"Opening the documents that lead to the answer earns {self.evidence_reward:g} together.",
+            f"The right answer earns 1{' (a part of its words a part of it)' if self.answer_reward == 'f1' else ''}. The first "
+            "answer without a call ends the task.",
+            short=_SYSTEM,
+        )
 
     @tool
     def search(self, query: str) -> str:

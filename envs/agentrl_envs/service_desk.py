@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl import Message, ToolEnv, tool, tool_call
-from agentrl_envs.options import whole_number
+from agentrl import Message, Prompt, ToolEnv, tool, tool_call
+from agentrl_envs.options import opening, prompt_form, whole_number
 
 _REQUESTS = {
     "refund": "Money back for {}",
@@ -29,7 +29,13 @@ class ServiceDesk(ToolEnv):
     """
 
     def __init__(
-        self, *, num_requests: int = 12, num_tools: int = 8, id_digits: int = 3, turn_rewards: bool = True
+        self,
+        *,
+        num_requests: int = 12,
+        num_tools: int = 8,
+        id_digits: int = 3,
+        turn_rewards: bool = True,
+        prompt: Prompt = "short",
     ) -> None:
         """Set the difficulty.
 
@@ -38,24 +44,34 @@ class ServiceDesk(ToolEnv):
             num_tools: tools on offer, and so kinds of requests.
             id_digits: digits of the number to copy.
             turn_rewards: False pays the same total with the last request.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
         """
         super().__init__()
         self.num_requests = whole_number("num_requests", num_requests, at_least=1)
         self.num_tools = whole_number("num_tools", num_tools, at_least=2, at_most=len(_REQUESTS))
         self.id_digits = whole_number("id_digits", id_digits, at_least=1, at_most=12)
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         self.tools = self.tools[:num_tools]
         self.kinds = list(_REQUESTS)[:num_tools]
         self.requests: list[tuple[str, int]] = []
         self.num_served = self.num_right = 0
 
-    def start(self, options: dict[str, Any]) -> str:  # noqa: ARG002 - the task follows from the seed alone
+    def start(self, options: dict[str, Any]) -> str | list[Message]:  # noqa: ARG002 - the task follows from the seed alone
         """Draw the requests."""
         kinds = self.np_random.integers(self.num_tools, size=self.num_requests)
         numbers = self.np_random.integers(10 ** (self.id_digits - 1), 10**self.id_digits, size=self.num_requests)
         self.requests = [(self.kinds[k], number) for k, number in zip(kinds.tolist(), numbers.tolist(), strict=True)]
         self.num_served = self.num_right = 0
-        return self._request()
+        return opening(
+            self.prompt,
+            self._request(),
+            f"You serve {self.num_requests} requests of customers, one after the other. For each, call the one tool that does "
+            "what is asked, with the number in the request as its id. The reply is the next request. A request has one try: a "
+            "wrong call serves it wrong, and so does text without a call.",
+            f"Each request served right earns {1 / self.num_requests:.2g}{'' if self.turn_rewards else ', paid at the end'}.",
+            "The task ends after the last request.",
+        )
 
     @tool
     def refund(self, id: int) -> str:

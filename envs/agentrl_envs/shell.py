@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl import Message, Sandbox, ToolEnv, UserError, sandbox_config, tool, tool_call
-from agentrl_envs.options import share, whole_number
+from agentrl import Message, Prompt, Sandbox, ToolEnv, UserError, sandbox_config, tool, tool_call
+from agentrl_envs.options import opening, prompt_form, share, whole_number
 
 _WORDS = (
     *("amber", "birch", "cedar", "delta", "ember", "fjord", "glade", "haven", "inlet"),
@@ -191,6 +191,7 @@ class Shell(ToolEnv):
         num_files: int = 6,
         progress_reward: float = 0.5,
         turn_rewards: bool = True,
+        prompt: Prompt = "short",
         sandbox: str | Mapping[str, Any] = "bubblewrap",
     ) -> None:
         """Set the difficulty.
@@ -201,6 +202,7 @@ class Shell(ToolEnv):
             num_files: files of a folder, or lines of its file.
             progress_reward: for all that is to be changed, as far as it is right.
             turn_rewards: False pays at the end alone.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
             sandbox: an installed sandbox that runs `sh`, or a mapping of its name and fields.
 
         Raises:
@@ -214,6 +216,7 @@ class Shell(ToolEnv):
         self.num_files = whole_number("num_files", num_files, at_least=2, at_most=100)
         self.progress_reward = share("progress_reward", progress_reward)
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         self.sandbox = sandbox_config(sandbox)
         with self.sandbox.build() as box:
             box.exec("true", language="sh")  # refuses what is no shell, before a run begins
@@ -222,7 +225,7 @@ class Shell(ToolEnv):
         self.num_at_first = self.fewest_wrong = 0
         self.is_done = False
 
-    def start(self, options: dict[str, Any]) -> str:  # noqa: ARG002 - tasks are too many to meet by chance
+    def start(self, options: dict[str, Any]) -> str | list[Message]:  # noqa: ARG002 - tasks are too many to meet by chance
         """Draw the jobs and write their files."""
         self.close()
         kinds = [self.kinds[k] for k in self.np_random.integers(len(self.kinds), size=self.num_jobs).tolist()]
@@ -236,7 +239,17 @@ class Shell(ToolEnv):
                 self.box.write(path, text)
         self.is_done = False
         self.num_at_first = self.fewest_wrong = self._num_wrong()
-        return "\n".join([*(job.text for job in self.jobs), "Use shell, then call done."])
+        return opening(
+            self.prompt,
+            "\n".join([*(job.text for job in self.jobs), "Use shell, then call done."]),
+            "You do small jobs on files by commands of a POSIX shell. In each turn, call shell with one command line; you get "
+            "what it prints, and its status where that is not 0. Files stay between calls; each call begins in the folder that "
+            "holds the folders of all jobs. Change nothing else, and leave no other files behind. When all jobs are done, call "
+            "done. Text without a call does nothing.",
+            self.turn_rewards
+            and f"Files that become right for the first time earn up to {self.progress_reward:g} together.",
+            "done ends the task: it earns 1 if every file is as it should be and none is left over.",
+        )
 
     @tool
     def shell(self, command: str) -> str:

@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from agentrl import Message, ToolEnv, tool, tool_call
-from agentrl_envs.options import share, whole_number
+from agentrl import Message, Prompt, ToolEnv, tool, tool_call
+from agentrl_envs.options import opening, prompt_form, share, whole_number
 
 Direction: TypeAlias = Literal["up", "down", "left", "right"]
 Cell: TypeAlias = tuple[int, int]
@@ -52,6 +52,7 @@ class Sokoban(ToolEnv):
         walls: float = 0.1,
         box_reward: float = 0.5,
         turn_rewards: bool = True,
+        prompt: Prompt = "short",
     ) -> None:
         """Set the difficulty.
 
@@ -62,6 +63,7 @@ class Sokoban(ToolEnv):
             walls: share of the cells inside that are walls.
             box_reward: what all boxes earn together on their targets.
             turn_rewards: False pays for the solution alone.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
         """
         super().__init__()
         self.size = whole_number("size", size, at_least=3, at_most=12)
@@ -70,14 +72,28 @@ class Sokoban(ToolEnv):
         self.walls = share("walls", walls)
         self.box_reward = share("box_reward", box_reward)
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         self.level = Level(0, frozenset(), frozenset())
         self.position = Position((0, 0), frozenset())
         self.way: dict[Position, Direction] = {}  # the backward play, forwards
 
-    def start(self, options: dict[str, Any]) -> str:  # noqa: ARG002 - the task follows from the seed alone
+    def start(self, options: dict[str, Any]) -> str | list[Message]:  # noqa: ARG002 - the task follows from the seed alone
         """Make a level."""
         self.level, self.position, self.way = self._draw()
-        return f"Push all boxes ($) onto targets (.). You are @; # is wall, * a box on a target.\n{self._look()}"
+        return opening(
+            self.prompt,
+            f"Push all boxes ($) onto targets (.). You are @; # is wall, * a box on a target.\n{self._look()}",
+            "You play Sokoban on a map: @ is you (+ on a target), $ a box, . a target, * a box on a target, # a wall; up "
+            "is the line above, right the next character. In each turn, call move once with up, down, left or right: you "
+            "step there, and push a box that stands there one cell further. Boxes cannot be pulled, and you cannot push "
+            "two at once or one into a wall. To push a box to the right you stand on its left. Text without a call moves "
+            "nothing.",
+            self.turn_rewards
+            and f"Each box that comes to a target earns {self.box_reward / self.num_boxes:g}; one that leaves it costs as "
+            "much.",
+            "When all boxes are on targets, that earns 1 and ends the task. A box that is stuck in a corner off the "
+            "targets ends it too, and earns nothing.",
+        )
 
     @tool
     def move(self, to: Direction) -> str:

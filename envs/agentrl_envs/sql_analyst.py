@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from agentrl import Message, ToolEnv, UserError, tool, tool_call
+from agentrl import Message, Prompt, ToolEnv, UserError, tool, tool_call
 from agentrl_envs.data import read_yaml
 from agentrl_envs.options import names as names_of
-from agentrl_envs.options import share, whole_number
+from agentrl_envs.options import opening, prompt_form, share, whole_number
 
 _MAX_INSTRUCTIONS = 1_000_000
 _INSTRUCTIONS_A_LOOK = 10_000
@@ -274,6 +274,7 @@ class SQLAnalyst(ToolEnv):
         max_shown: int = 20,
         turn_reward: float = 0.2,
         turn_rewards: bool = True,
+        prompt: Prompt = "short",
     ) -> None:
         """Set the difficulty.
 
@@ -285,6 +286,7 @@ class SQLAnalyst(ToolEnv):
             max_shown: rows of a result that are shown.
             turn_reward: reward of the first query that reads the right tables.
             turn_rewards: False pays for the submitted query alone.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
 
         Raises:
             UserError: for an option outside its range.
@@ -299,10 +301,11 @@ class SQLAnalyst(ToolEnv):
         self.max_shown = whole_number("max_shown", max_shown, at_least=1, at_most=100)
         self.turn_reward = share("turn_reward", turn_reward)
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         self.question = Question(schema="", text="", sql="", num_rows=0, seeds=(0, 0))
         self.has_tables = self.is_submitted = False
 
-    def start(self, options: dict[str, Any]) -> list[Message]:  # noqa: ARG002 - the task follows from the seed alone
+    def start(self, options: dict[str, Any]) -> str | list[Message]:  # noqa: ARG002 - the task follows from the seed alone
         """Draw a database and a question."""
         self.has_tables = self.is_submitted = False
         schema = self.schemas[int(self.np_random.integers(len(self.schemas)))]
@@ -314,7 +317,18 @@ class SQLAnalyst(ToolEnv):
             if finds and not same_rows(shown, hidden, in_order=True):
                 break
         text = f"{self.question.text}\n\n{self.schema()}" if self.show_schema else self.question.text
-        return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
+        return opening(
+            self.prompt,
+            text,
+            "You answer a question about a database with one SQL query (SQLite). Call schema to see the tables and their "
+            "columns, query to try a SELECT and see the first rows of its result, and submit to hand in the SELECT that "
+            "answers. Its result must hold what is asked and no other column. It is also run on other rows in the same "
+            "tables: copy no ids or results into it. Leave out groups with nothing in them. Text without a call does "
+            "nothing.",
+            self.turn_rewards and f"The first query that reads the right tables earns {self.turn_reward:g}.",
+            "submit ends the task, and earns 1 if the query is right.",
+            short=_SYSTEM,
+        )
 
     @tool
     def schema(self) -> str:

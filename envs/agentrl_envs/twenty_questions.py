@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from agentrl import Message, ToolEnv, tool, tool_call
+from agentrl import Message, Prompt, ToolEnv, tool, tool_call
 from agentrl_envs.data import read_text
-from agentrl_envs.options import in_split, share, task_hash, whole_number
+from agentrl_envs.options import in_split, opening, prompt_form, share, task_hash, whole_number
 
 
 class TwentyQuestions(ToolEnv):
@@ -31,6 +31,7 @@ class TwentyQuestions(ToolEnv):
         text: bool = False,
         clue_reward: float = 0.5,
         turn_rewards: bool = True,
+        prompt: Prompt = "short",
     ) -> None:
         """Set the difficulty.
 
@@ -40,6 +41,7 @@ class TwentyQuestions(ToolEnv):
             text: True asks in sentences, without tools.
             clue_reward: what all questions earn together.
             turn_rewards: False pays for the right guess alone.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
         """
         super().__init__()
         self.num_questions = whole_number("num_questions", num_questions, at_least=1, at_most=1000)
@@ -47,6 +49,7 @@ class TwentyQuestions(ToolEnv):
         self.text = text
         self.clue_reward = share("clue_reward", clue_reward)
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         if text:
             self.tools = []
         self.thing = 0
@@ -57,7 +60,7 @@ class TwentyQuestions(ToolEnv):
         """Count the things of a split."""
         return len(_split(self.num_things, split))
 
-    def start(self, options: dict[str, Any]) -> str:
+    def start(self, options: dict[str, Any]) -> str | list[Message]:
         """Think of a thing of the split: that of the task's number, or one by the seed."""
         things = _split(self.num_things, options.get("split", "train"))
         index = options.get("task_index")
@@ -65,7 +68,22 @@ class TwentyQuestions(ToolEnv):
         self.asked, self.possible = [], np.ones(self.num_things, dtype=bool)
         names, attributes = all_things().names[: self.num_things], ", ".join(all_things().attributes)
         listed = f" It is one of: {', '.join(sorted(names))}." if self.num_things <= 40 else ""
-        return f"I think of a thing. Find it with {self.num_questions} questions about: {attributes}.{listed}"
+        how = (
+            "Ask one short question in each turn, in words: whether it is one of the attributes that the user names (Is it "
+            "alive?), or whether it is a thing (Is it a dog?), which is a guess."
+            if self.text
+            else "In each turn, call ask with one of the attributes that the user names, or guess with the name of a "
+            "thing. Text without a call does nothing."
+        )
+        return opening(
+            self.prompt,
+            f"I think of a thing. Find it with {self.num_questions} questions about: {attributes}.{listed}",
+            f"You play twenty questions: find the thing that the user thinks of. {how} The reply is Yes or No, and how "
+            "many are left. Choose attributes that split what is still possible in halves, ask nothing twice, and guess "
+            "once you know.",
+            self.turn_rewards and f"Questions earn up to {self.clue_reward:g} together, by how much they rule out.",
+            f"The right guess earns 1 and ends the task. It also ends after {self.num_questions} questions and guesses.",
+        )
 
     @tool
     def ask(self, attribute: str) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agentrl import Message, ToolEnv, tool, tool_call
+from agentrl import Message, Prompt, ToolEnv, tool, tool_call
 from agentrl_envs.data import read_text
-from agentrl_envs.options import in_split, share, task_hash, whole_number
+from agentrl_envs.options import in_split, opening, prompt_form, share, task_hash, whole_number
 
 LENGTH = 5
 _MARKS = "-~+"  # absent, elsewhere, in place
@@ -25,7 +25,13 @@ class Wordle(ToolEnv):
     """
 
     def __init__(
-        self, *, num_guesses: int = 6, num_words: int = 1000, clue_reward: float = 0.5, turn_rewards: bool = True
+        self,
+        *,
+        num_guesses: int = 6,
+        num_words: int = 1000,
+        clue_reward: float = 0.5,
+        turn_rewards: bool = True,
+        prompt: Prompt = "short",
     ) -> None:
         """Set the difficulty.
 
@@ -34,12 +40,14 @@ class Wordle(ToolEnv):
             num_words: words of the list, in an order of its own; up to 50 are named in the first message.
             clue_reward: what the five places earn together.
             turn_rewards: False pays for the word alone.
+            prompt: `short`, or `full`: a system message with goal, rules, rewards and end. In a recipe it follows the model.
         """
         super().__init__()
         self.num_guesses = whole_number("num_guesses", num_guesses, at_least=1, at_most=100)
         self.num_words = whole_number("num_words", num_words, at_least=10, at_most=len(all_words()))
         self.clue_reward = share("clue_reward", clue_reward)
         self.turn_rewards = turn_rewards
+        self.prompt = prompt_form(prompt)
         self.word = ""
         self.guesses: list[str] = []
         self.found: set[int] = set()  # places that were paid
@@ -48,16 +56,23 @@ class Wordle(ToolEnv):
         """Count the words of a split."""
         return len(split_words(self.num_words, split))
 
-    def start(self, options: dict[str, Any]) -> str:
+    def start(self, options: dict[str, Any]) -> str | list[Message]:
         """Choose a word of the split: that of the task's number, or one by the seed."""
         words = split_words(self.num_words, options.get("split", "train"))
         index = options.get("task_index")
         self.word = words[int(self.np_random.integers(len(words))) if index is None else index]
         self.guesses, self.found = [], set()
         listed = f" It is one of: {', '.join(sorted(all_words()[: self.num_words]))}." if self.num_words <= 50 else ""
-        return (
+        return opening(
+            self.prompt,
             f"Guess the word of {LENGTH} letters in {self.num_guesses} guesses. After a letter, + means right place, "
-            f"~ another place, - not in the word.{listed}"
+            f"~ another place, - not in the word.{listed}",
+            f"You play Wordle: find a secret English word of {LENGTH} letters. In each turn, call guess with one common "
+            f"word of {LENGTH} letters. The reply marks each letter of it: + stands in its right place, ~ is in the word "
+            "but in another place, - is not in the word. Make each guess fit all marks so far, and guess no word twice. "
+            "A guess that is no known word does not count. Text without a call does nothing.",
+            self.turn_rewards and f"Each place found first earns {self.clue_reward / LENGTH:g}.",
+            f"The right word earns 1 and ends the task. It also ends after {self.num_guesses} guesses.",
         )
 
     @tool

@@ -254,7 +254,7 @@ def test_a_dialogue_that_outgrows_the_context_ends_and_is_no_failure(monkeypatch
     real = chat_client.ChatClient.complete
 
     async def complete(self: Any, body: dict[str, Any], **given: Any) -> Any:
-        if len(body["messages"]) > 1:
+        if len(body["messages"]) > 2:
             raise chat_client.Refusal("This model's maximum context length is 20 tokens", status=400)
         return await real(self, body, **given)
 
