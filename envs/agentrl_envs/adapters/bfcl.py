@@ -42,7 +42,14 @@ except ModuleNotFoundError as error:
 
 _MULTI_TURN = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")
 _SINGLE_TURN = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
-_LIVE = ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_irrelevance", "live_relevance")
+_LIVE = (
+    "live_simple",
+    "live_multiple",
+    "live_parallel",
+    "live_parallel_multiple",
+    "live_irrelevance",
+    "live_relevance",
+)
 CATEGORIES = {
     "multi_turn": _MULTI_TURN,
     "single_turn": _SINGLE_TURN,
@@ -54,9 +61,7 @@ _SYSTEM = (
     "Do what the user asks with the tools you have. Call them until a request is done, then answer in text: a message without "
     "a call ends your turn, and the user goes on. If no tool does what is asked, or a value is missing, say so and call none."
 )
-_SYSTEM_SINGLE = (
-    "Make the tool calls that the request needs, all in one message. If no tool does what is asked, say so and call none."
-)
+_SYSTEM_SINGLE = "Make the tool calls that the request needs, all in one message. If no tool does what is asked, say so and call none."
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 _KEYWORDS = ("type", "description", "enum", "default", "properties", "required", "items")
 _DATA = Path(inspect.getfile(Language)).parents[1] / "data"
@@ -112,7 +117,9 @@ def load_tasks(category: str) -> tuple[Task, ...]:
     """
     file, answers = _DATA / f"BFCL_v4_{category}.json", _DATA / f"possible_answer/BFCL_v4_{category}.json"
     if not file.is_file():
-        raise UserError(f"category: the installed bfcl-eval has no {file.name}; pip install --no-deps bfcl-eval==2026.3.23")
+        raise UserError(
+            f"category: the installed bfcl-eval has no {file.name}; pip install --no-deps bfcl-eval==2026.3.23"
+        )
     truths = {row["id"]: row["ground_truth"] for row in _rows(answers)} if answers.is_file() else {}
     return tuple(Task(category=category, row=row, answer=truths.get(row["id"], [])) for row in _rows(file))
 
@@ -267,7 +274,7 @@ def _parsed(text: str, apis: Mapping[str, Any]) -> Call:
     assert isinstance(written, ast.Call)
     name = ast.unparse(written.func)
     values = [ast.literal_eval(each) for each in written.args]
-    named = {each.arg: ast.literal_eval(each.value) for each in written.keywords}
+    named = {str(each.arg): ast.literal_eval(each.value) for each in written.keywords}
     return Call(name=name, arguments=inspect.signature(_methods(apis)[name]).bind(*values, **named).arguments)
 
 
@@ -278,7 +285,8 @@ def _ast_checker() -> Any:
     stub = ModuleType(config)
     stub.MODEL_CONFIG_MAPPING = {"agentrl": SimpleNamespace(underscore_to_dot=True)}  # type: ignore[attr-defined]
     spec = importlib.util.find_spec("bfcl_eval.eval_checker.ast_eval.ast_checker")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with _lock:
         installed = sys.modules.get(config)
@@ -299,10 +307,13 @@ def check_calls(task: Task, calls: Sequence[Call]) -> str | None:
         return None if is_right else "irrelevance_error" if calls else "relevance_error"
     decoded = [{call.name: call.arguments} for call in calls]
     try:
-        found = _ast_checker()(
-            task.row["function"], decoded, task.answer, Language.PYTHON, task.category, "agentrl"
-        )
-    except (AttributeError, IndexError, KeyError, TypeError):  # of values that it does not foresee, which are never right
+        found = _ast_checker()(task.row["function"], decoded, task.answer, Language.PYTHON, task.category, "agentrl")
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        TypeError,
+    ):  # of values that it does not foresee, which are never right
         return "ast_checker:raised"
     return None if found["valid"] else str(found["error_type"])
 
@@ -559,8 +570,13 @@ def _accepted(call: Mapping[str, Mapping[str, Any]], functions: Sequence[Mapping
 
 def _first_values(options: Mapping[str, Any], required: Sequence[str] = ()) -> dict[str, Any]:
     """Return the first accepted value by name. "" among the accepted ones means that there may be none."""
-    kept = {name: [value for value in values if value != ""] for name, values in options.items()}
-    return {name: _first_value(kept[name][0]) for name in kept if kept[name] and ("" not in options[name] or name in required)}
+    found = {}
+    for name, values in options.items():
+        given = values if isinstance(values, list) else [values]  # a few values stand alone
+        kept = [value for value in given if value != ""]
+        if kept and (len(kept) == len(given) or name in required):
+            found[name] = _first_value(kept[0])
+    return found
 
 
 def _first_value(value: Any) -> Any:
