@@ -27,12 +27,11 @@ from agentrl import (
     SandboxConfig,
     ToolEnv,
     UserError,
-    sandbox_config,
     tool,
     tool_call,
 )
 from agentrl.data.files import absolute
-from agentrl_envs.options import opening, prompt_form, share
+from agentrl_envs.options import opening, prompt_form, share, shell_sandbox
 
 Files: TypeAlias = dict[str, bytes]
 """Content by path."""
@@ -273,9 +272,7 @@ class Repository(ToolEnv):
         self.progress_reward = share("progress_reward", progress_reward)
         self.turn_rewards = turn_rewards
         self.prompt = prompt_form(prompt)
-        self.sandbox = sandbox_config(sandbox)
-        with self.sandbox.build() as box:
-            box.exec("true", language="sh")  # refuses what is no shell, before a run begins
+        self.sandbox = shell_sandbox(sandbox)
         self.box: Sandbox | None = None
         self.folder = Path()
         self.best = self.passed = 0.0
