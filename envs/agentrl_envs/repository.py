@@ -30,7 +30,6 @@ from agentrl import (
     tool,
     tool_call,
 )
-from agentrl.data.files import absolute
 from agentrl_envs.options import opening, prompt_form, share, shell_sandbox
 
 Files: TypeAlias = dict[str, bytes]
@@ -259,7 +258,7 @@ class Repository(ToolEnv):
             UserError: a folder holds no task, an option is outside its range, or the sandbox is not available here.
         """
         super().__init__()
-        top = _BUILT_IN if tasks is None else absolute(tasks)
+        top = _BUILT_IN if tasks is None else Path(tasks).expanduser().absolute()
         found = {path.parent.name: path.parent for path in sorted(top.glob("*/task.yaml"))}
         if not found:
             raise UserError(f"tasks: {top} holds no task; give a folder of folders, each with a task.yaml")

@@ -145,10 +145,10 @@ def test_files_that_do_not_count_change_nothing() -> None:
 @needs_bubblewrap
 def test_a_command_that_hangs_is_killed_and_fails() -> None:
     task, files = scoreboard("import time\nwhile True:\n    time.sleep(1)\n")
-    config = sandbox_config({"name": "bubblewrap", "timeout_s": 1})
+    config = sandbox_config({"name": "bubblewrap", "timeout_s": 3})
     assert share_passed(task, files, config) == 0
-    env = begun(sandbox={"name": "bubblewrap", "timeout_s": 1})
-    assert call(env, "run", command="echo begun; sleep 60") == ("begun\n(stopped after 1 s)", 0.0)
+    env = begun(sandbox={"name": "bubblewrap", "timeout_s": 3})
+    assert call(env, "run", command="echo begun; sleep 60") == ("begun\n(stopped after 3 s)", 0.0)
     env.close()
 
 
