@@ -140,7 +140,7 @@ def share_passed(task: Task, files: Files, sandbox: SandboxConfig) -> float:
             raise
         except ValueError:  # too much, or names that cannot stand beside one another: the policy's doing
             return 0.0
-    checks = [result.returncode == 0 and not result.timed_out]
+    checks = [result.returncode == 0]
     if task.expected is not None:
         checks += [one == other for one, other in zip_longest(result.output.rstrip().splitlines(), expected)]
     return sum(checks) / len(checks)

@@ -153,6 +153,16 @@ def test_a_command_that_hangs_is_killed_and_fails() -> None:
 
 
 @needs_bubblewrap
+def test_a_machine_that_fails_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> None:
+        raise EnvironmentFailure("no space left")
+
+    monkeypatch.setattr(bubblewrap.Bubblewrap, "_run", fail)
+    with pytest.raises(EnvironmentFailure, match="no space left"):
+        share_passed(*scoreboard(""), box())
+
+
+@needs_bubblewrap
 def test_hidden_files_are_in_no_sandbox_that_the_policy_reaches() -> None:
     env = begun(only=["scoreboard"], sandbox={"name": "bubblewrap", "timeout_s": 60})
     assert call(env, "run", command="find . -type f | sort")[0].split() == ["./scoreboard.py", "./test_scoreboard.py"]
