@@ -22,6 +22,7 @@ from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.recipe.fields import sections
 from agentrl.recipe.foreign_names import of_field, of_path
 from agentrl.rollout import RolloutConfig
+from agentrl_envs.repository import TaskFile
 from tests.support.docs import PAGES, ROOT, Block, blocks
 from tests.support.docs_commands import check, commands
 from tests.support.small_options import SMALL_OPTIONS
@@ -78,6 +79,7 @@ def test_the_blocks_of_a_page_work(page: Path, here: Path, trained: Path, capsys
     sys.modules["page"] = module
     for block in blocks(page):
         if block.file:  # first: a page shows how to name a module before it shows the module
+            Path(block.file).parent.mkdir(parents=True, exist_ok=True)
             Path(block.file).write_text(block.text, encoding="utf-8")
     for block in blocks(page):
         if block.not_run:
@@ -103,11 +105,13 @@ def run(block: Block, module: types.ModuleType, trained: Path) -> None:
 
 
 def read(data: dict[str, Any]) -> None:
-    """Read a recipe, or a part of one."""
+    """Read a recipe, a part of one, or the fields of a repository to repair."""
     if data.keys() <= Recipe.model_fields.keys():
         load_recipe(data)
     elif data.keys() == {"rewards"}:
         load_rewards(data["rewards"], columns=["prompt"], has_answer=True)
+    elif "command" in data:
+        TaskFile.model_validate(data)
     else:
         RolloutConfig.model_validate(data)
 

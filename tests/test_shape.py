@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.support.packages import PACKAGES
+from tests.support.packages import PACKAGES, modules
 
 FILES = {
     ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for package in PACKAGES.values()
-    for path in sorted(package.rglob("*.py"))
+    for path in modules(package)
 }
 """Every module of the packages."""
 

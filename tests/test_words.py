@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.packages import PACKAGES
+from tests.support.packages import PACKAGES, modules
 
 FIRST = re.compile(r"(Of|As|That|Whom|Told|What|Where|Which|Whose|How|Tells?)\b")
 """No docstring begins with one of these: it is a noun phrase or an imperative sentence that begins with its head word."""
@@ -29,7 +29,7 @@ def offenders(text: str) -> list[str]:
 
 
 def test_docstrings_begin_with_their_head_word_and_use_plain_words() -> None:
-    files = [path for package in PACKAGES.values() for path in sorted(package.rglob("*.py"))]
+    files = [path for package in PACKAGES.values() for path in modules(package)]
     assert [f"{path.name}:{found}" for path in files for found in offenders(path.read_text(encoding="utf-8"))] == []
 
 

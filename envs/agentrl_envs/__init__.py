@@ -16,6 +16,7 @@ _ENTRY_POINTS = {
     "agentrl/Negotiation-v0": "agentrl_envs.negotiation:Negotiation",
     "agentrl/TwentyQuestions-v0": "agentrl_envs.twenty_questions:TwentyQuestions",
     "agentrl/Shell-v0": "agentrl_envs.shell:Shell",
+    "agentrl/Repository-v0": "agentrl_envs.repository:Repository",
     "agentrl/PythonSandbox-v0": "agentrl_envs.python_sandbox:PythonSandbox",
 }
 

@@ -4,9 +4,10 @@ import functools
 import hashlib
 import itertools
 import math
-from typing import get_args
+from collections.abc import Mapping
+from typing import Any, get_args
 
-from agentrl import Message, Prompt, UserError
+from agentrl import Message, Prompt, SandboxConfig, UserError, sandbox_config
 from agentrl_envs.data import read_yaml
 
 _FORMS = {
@@ -86,6 +87,23 @@ def opening(prompt: Prompt, text: str, *rules: str | bool, short: str = "") -> s
     """
     system = short if prompt == "short" else " ".join(rule for rule in rules if isinstance(rule, str))
     return [{"role": "system", "content": system}, {"role": "user", "content": text}] if system else text
+
+
+def shell_sandbox(sandbox: str | Mapping[str, Any]) -> SandboxConfig:
+    """Return the sandbox that an option names, which runs `sh`.
+
+    Raises:
+        UserError: if it is not available here, or runs none.
+    """
+    config = sandbox_config(sandbox)
+    _run_sh(config)
+    return config
+
+
+@functools.cache
+def _run_sh(config: SandboxConfig) -> None:
+    with config.build() as box:
+        box.exec("true", language="sh")
 
 
 def in_split(task: str, split: str, *, one_in: int = 4) -> bool:

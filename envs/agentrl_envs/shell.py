@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl import Message, Prompt, Sandbox, ToolEnv, UserError, sandbox_config, tool, tool_call
-from agentrl_envs.options import opening, prompt_form, share, whole_number
+from agentrl import Message, Prompt, Sandbox, ToolEnv, UserError, tool, tool_call
+from agentrl_envs.options import opening, prompt_form, share, shell_sandbox, whole_number
 
 _WORDS = (
     *("amber", "birch", "cedar", "delta", "ember", "fjord", "glade", "haven", "inlet"),
@@ -217,9 +217,7 @@ class Shell(ToolEnv):
         self.progress_reward = share("progress_reward", progress_reward)
         self.turn_rewards = turn_rewards
         self.prompt = prompt_form(prompt)
-        self.sandbox = sandbox_config(sandbox)
-        with self.sandbox.build() as box:
-            box.exec("true", language="sh")  # refuses what is no shell, before a run begins
+        self.sandbox = shell_sandbox(sandbox)
         self.box: Sandbox | None = None
         self.jobs: list[Job] = []
         self.num_at_first = self.fewest_wrong = 0

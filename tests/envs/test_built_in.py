@@ -30,17 +30,18 @@ from tests.support.each import each
 
 NAMES = list(built_in())
 WHY_NO_SHELL = bubblewrap._problem(BubblewrapConfig())
+IN_BUBBLEWRAP = ("shell", "repository")
 ALL = [(name, k, setting) for name in NAMES for k, setting in enumerate(settings(name))]
 
 
 def skip_if_its_sandbox_is_missing(name: str) -> None:
-    if name == "shell" and WHY_NO_SHELL:
+    if name in IN_BUBBLEWRAP and WHY_NO_SHELL:
         pytest.skip(f"bubblewrap: {WHY_NO_SHELL}")
 
 
 def marks(name: str, *, is_default: bool) -> list[pytest.MarkDecorator]:
     """Return the marks of a setting: default settings are in the default tier."""
-    return [pytest.mark.process] * (name == "shell") + [pytest.mark.slow] * (not is_default)
+    return [pytest.mark.process] * (name in IN_BUBBLEWRAP) + [pytest.mark.slow] * (not is_default)
 
 
 SETTINGS = [
@@ -58,7 +59,7 @@ RELIABLE = [
 def test_the_page_of_every_environment_ends_in_the_episode_that_the_script_makes() -> None:
     assert {page.stem for page in PAGES.glob("*.md")} == set(NAMES)
     for name in NAMES:
-        if name == "shell" and WHY_NO_SHELL:
+        if name in IN_BUBBLEWRAP and WHY_NO_SHELL:
             continue
         page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
         assert sample_episode(name) in page, f"python -m benchmarks.environments --page {name}"

@@ -99,7 +99,8 @@ def _step(code: int, value: int, if_so: int = 0, if_not: int = 0) -> bytes:
 
 
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
-_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8", "PYTHONPATH": "/work"}
+_PATH = "/usr/local/bin:/usr/bin:/bin"
+_ENVIRONMENT = {"HOME": "/work", "LANG": "C.UTF-8", "PYTHONPATH": "/work"}
 _ENVIRONMENT |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}
 _RUNS = itertools.count()
 _OPEN_FILES = 64
@@ -191,7 +192,7 @@ def _finished(config: BubblewrapConfig, command: list[str], archive: bytes) -> F
             timeout_s=config.timeout_s,
             max_output=config.max_output_bytes,
             max_second=2 * config.max_files_mb * 1_000_000 + 1_000_000,
-            environment=_ENVIRONMENT,
+            environment={**_ENVIRONMENT, "PATH": f"{Path(_python(config.python)).parent}:{_PATH}"},
             pass_fds=(filter_fd, options_fd),
         )
 

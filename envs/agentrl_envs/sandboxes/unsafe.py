@@ -264,6 +264,7 @@ class Unsafe(FileSandbox):
         program = [sys.executable, "-s"] if language == "python" else ["sh"]
         limits = {"as": config.max_memory_mb * 1_000_000, "cpu": int(config.timeout_s) + 1, "core": 0}
         limits |= {"fsize": self.max_bytes, "nproc": config.max_processes}
+        path = f"{Path(sys.executable).resolve().parent}:{os.defpath}"
         options = [limit(name, value) for name, value in limits.items()]
         with tempfile.TemporaryDirectory(prefix="agentrl-unsafe-", ignore_cleanup_errors=True) as top:
             work, main = Path(top, "work"), Path(top, "main")
@@ -275,7 +276,7 @@ class Unsafe(FileSandbox):
                 timeout_s=config.timeout_s,
                 max_output=config.max_output_bytes,
                 max_second=0,
-                environment={"PATH": os.defpath, "HOME": str(work), "LANG": "C.UTF-8", "PYTHONPATH": str(work)},
+                environment={"PATH": path, "HOME": str(work), "LANG": "C.UTF-8", "PYTHONPATH": str(work)},
                 cwd=str(work),
             )
             return done, None if done.timed_out else _collected(work, self.max_bytes)
