@@ -30,6 +30,8 @@ class Asked:
     """The client wants log-probabilities of the sampled tokens."""
     calls_as_text: bool = False
     """`tool_choice: none`: calls are returned as text."""
+    previous: str = ""
+    """Id of an answer of this session: `messages` follow its dialogue. Empty: they are all there is."""
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Parameters that are not carried out, with the client's values, abbreviated."""
     form: "Form" = field(default_factory=lambda: Form())
