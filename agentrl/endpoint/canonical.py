@@ -6,7 +6,7 @@ do not: clients drop and rewrite them. Neighbouring assistant messages are one.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,9 @@ class Item:
     """Thought, if thoughts count."""
 
 
+_NONE: Mapping[str, str] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Prompt of a call."""
@@ -39,12 +42,16 @@ class Prompt:
     tools_key: str
     """Digest of the tools: a prompt with other tools has another root."""
 
-    @property
-    def path(self) -> tuple[str, ...]:
-        """Return a digest of each beginning of the prompt: of its tools alone, with one message, ..., the whole."""
+    def path(self, alias: Mapping[str, str] = _NONE) -> tuple[str, ...]:
+        """Return a digest of each beginning of the prompt: of its tools alone, with one message, ..., the whole.
+
+        Args:
+            alias: digests that stand for others.
+        """
         found = [self.tools_key]
         for item in self.items:
-            found.append(following(found[-1], item))
+            digest = following(found[-1], item)
+            found.append(alias.get(digest, digest))
         return tuple(found)
 
 
@@ -58,7 +65,7 @@ def prompt_of(asked: Asked, *, with_thoughts: bool = False) -> Prompt:
 def request_digest(asked: Asked) -> str:
     """Return a digest of all that decides what is sampled, and of nothing else: not of the way in which it is sent."""
     limits = [asked.max_tokens, asked.stop, asked.n, asked.model, asked.calls_as_text]
-    return _digest(prompt_of(asked).path[-1], asked.previous, json.dumps(limits))
+    return _digest(prompt_of(asked).path()[-1], asked.previous, json.dumps(limits))
 
 
 def item_of(message: Message, *, with_thoughts: bool = False) -> Item:
@@ -102,8 +109,3 @@ def _whole(value: Any) -> Any:
 
 def _digest(*texts: str) -> str:
     return hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
-
-
-def first_difference(known: Sequence[Item], asked: Sequence[Item]) -> int | None:
-    """Return the index of the first message at which two prompts differ. None: one is the beginning of the other."""
-    return next((i for i, (one, other) in enumerate(zip(known, asked, strict=False)) if one != other), None)
