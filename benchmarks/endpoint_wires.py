@@ -2,8 +2,9 @@
 
     python -m benchmarks.endpoint_wires --python VENV/bin/python [--npm FOLDER/node_modules/.bin] [--only NAME ...]
 
-The environment of `--python` has the packages of `tests/support/agents/requirements.txt`; the folder of `--npm` has opencode-ai,
-@openai/codex and @anthropic-ai/claude-code. A client uses a tool, reads its result, says something, and is asked once more.
+The environment of `--python` has the packages of `tests/support/agents/requirements.txt`; the folder of `--npm` has
+opencode-ai, @openai/codex and @anthropic-ai/claude-code. A client uses a tool, reads its result, says something, and is
+asked once more.
 
 What is stored is cut: of more than two tools the used and one other; a text of more than 200 characters to its beginning, its
 length and a digest, so that equal texts stay equal and others differ; user, machine and session are left out. `relations` is
@@ -14,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import tempfile
 import threading
@@ -78,6 +80,8 @@ SMOL_CODE = tuple(
     text(f"Thought: I compute.\n<code>\n{line}\n</code>")
     for line in ("print(multiply(a=6, b=7))", "final_answer(42)", "final_answer(49)")
 )
+ANSWERS_CHANGED = ("root", "rewrites 0", "rewrites 1")
+BESIDE_A_TITLE = ("root", "root", "continues 1", "continues 2")
 SWE = (
     text("I shall echo it."),
     call(("bash", {"command": "echo 42"})),
@@ -119,10 +123,10 @@ CLIENTS = {
     "pydantic-ai-responses": Client("pydantic-ai-slim", [["pydantic_ai_agent.py", "responses"]]),
     "pydantic-ai-anthropic": Client("pydantic-ai-slim", [["pydantic_ai_agent.py", "anthropic"]]),
     "pydantic-ai-stream": Client("pydantic-ai-slim", [["pydantic_ai_agent.py", "chat", "--stream"]]),
-    "smolagents-tools": Client("smolagents", [["smolagents_agent.py", "tools"]], SMOL_TOOLS),
-    "smolagents-code": Client("smolagents", [["smolagents_agent.py", "code"]], SMOL_CODE),
+    "smolagents-tools": Client("smolagents", [["smolagents_agent.py", "tools"]], SMOL_TOOLS, ANSWERS_CHANGED),
+    "smolagents-code": Client("smolagents", [["smolagents_agent.py", "code"]], SMOL_CODE, ANSWERS_CHANGED),
     "litellm": Client("litellm", [["litellm_loop.py"]]),
-    "mini-swe-agent": Client("mini-swe-agent", [["mini_swe_agent.py"]], SWE),
+    "mini-swe-agent": Client("mini-swe-agent", [["mini_swe_agent.py"]], SWE, ("root", "rewrites 0", "continues 1")),
     "opencode": Client(
         "opencode-ai",
         [
@@ -130,6 +134,7 @@ CLIENTS = {
             ["opencode", "run", "--model", "own/policy", "--continue", QUESTIONS[1]],
         ],
         TERMINAL,
+        BESIDE_A_TITLE,
         files={".config/opencode/opencode.json": json.dumps(OPENCODE)},
     ),
     "codex": Client(
@@ -148,6 +153,7 @@ CLIENTS = {
             ["claude", "-p", "--model", "policy", "--continue", "--allowedTools", "Bash", "--", QUESTIONS[1]],
         ],
         TERMINAL,
+        BESIDE_A_TITLE,
     ),
 }
 
@@ -251,7 +257,7 @@ def run(client: Client, *, python: str, npm: Path | None) -> list[dict[str, Any]
                 "ANTHROPIC_API_KEY": "key",
                 "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             }
-            environment |= {"DISABLE_TELEMETRY": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+            environment |= {"DISABLE_TELEMETRY": "1", "PYTHONPATH": str(ROOT), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
             for first, *rest in client.commands:
                 program = [python, str(AGENTS / first)] if first.endswith(".py") else [str((npm or Path()) / first)]
                 done = subprocess.run(
@@ -267,7 +273,11 @@ def run(client: Client, *, python: str, npm: Path | None) -> list[dict[str, Any]
     finally:
         server.shutdown()
         server.server_close()
-    return recorder.requests
+    text = _UUID.sub("uuid", json.dumps(recorder.requests).replace(home, "/home/user"))
+    return list(json.loads(text))
+
+
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def version(package: str, *, python: str, npm: Path | None) -> str:

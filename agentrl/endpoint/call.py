@@ -50,6 +50,8 @@ class Form:
     """The client reads thoughts."""
     custom_tools: frozenset[str] = frozenset()
     """Tools that take text in place of JSON (`type: custom`): the policy calls them with an argument `input`."""
+    namespaces: tuple[str, ...] = ()
+    """Namespaces whose tools bear their name and a dot before their own (responses)."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request that the answer repeats."""
 

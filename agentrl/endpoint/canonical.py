@@ -6,8 +6,8 @@ do not: clients drop and rewrite them. Neighbouring assistant messages are one.
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic_core import from_json
@@ -39,6 +39,7 @@ class Prompt:
     messages: tuple[Message, ...]
     items: tuple[Item, ...]
     """Each message as far as it counts."""
+    tools: tuple[dict[str, Any], ...]
     tools_key: str
     """Digest of the tools: a prompt with other tools has another root."""
 
@@ -59,7 +60,17 @@ def prompt_of(asked: Asked, *, with_thoughts: bool = False) -> Prompt:
     """Return the prompt of a request."""
     messages = one_dialogue(asked.messages)
     items = tuple(item_of(message, with_thoughts=with_thoughts) for message in messages)
-    return Prompt(messages, items, _digest("tools", _json(asked.tools)))
+    return Prompt(messages, items, asked.tools, _digest("tools", _json(asked.tools)))
+
+
+def after_answer(asked: Asked, dialogue: Sequence[Message]) -> Asked:
+    """Return a request with the whole dialogue that it continues by the id of an answer.
+
+    A system message of its own replaces the one of the dialogue: `instructions` do not carry over.
+    """
+    own = asked.messages[:1] if asked.messages[0]["role"] == "system" else ()
+    earlier = [*dialogue[1:]] if own and dialogue[0]["role"] == "system" else [*dialogue]
+    return replace(asked, messages=one_dialogue([*own, *earlier, *asked.messages[len(own) :]]), previous="")
 
 
 def request_digest(asked: Asked) -> str:

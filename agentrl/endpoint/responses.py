@@ -50,6 +50,7 @@ class _Item(Outside):
     content: Content = None
     summary: list[Part] | None = None
     name: Name = ""
+    namespace: Name | None = None
     call_id: Name | None = None
     arguments: str | None = None
     input: str | None = None
@@ -61,6 +62,7 @@ class _Tool(Outside):
     name: Name = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    tools: "Annotated[list[_Tool], count(MAX_TOOLS)] | None" = None
 
 
 class _Body(Body):
@@ -95,7 +97,12 @@ def read(body: bytes) -> Asked:
         ignored=ignored_of(
             found, neutral=_NEUTRAL, tools=hosted or None, tool_choice=None if is_none else found.tool_choice
         ),
-        form=Form(stream=bool(found.stream), custom_tools=custom, echo=given),
+        form=Form(
+            stream=bool(found.stream),
+            custom_tools=custom,
+            namespaces=tuple(tool.name for tool in found.tools or () if tool.type == "namespace"),
+            echo=given,
+        ),
     )
 
 
@@ -109,9 +116,13 @@ def _read_item(item: _Item, param: str) -> Message:
         case "reasoning":
             return assistant("", thought=text_of(item.content, param) or text_of(item.summary, param))
         case "function_call":
-            return assistant("", calls=[tool_call(item.name, arguments_of(item.arguments), item.call_id)])
+            return assistant(
+                "", calls=[tool_call(_name(item.name, item.namespace), arguments_of(item.arguments), item.call_id)]
+            )
         case "custom_tool_call":
-            return assistant("", calls=[tool_call(item.name, {"input": item.input or ""}, item.call_id)])
+            return assistant(
+                "", calls=[tool_call(_name(item.name, item.namespace), {"input": item.input or ""}, item.call_id)]
+            )
         case "function_call_output" | "custom_tool_call_output":
             content = text_of(item.output, f"{param}.output")
             return {"role": "tool", "tool_call_id": item.call_id or "", "content": content}
@@ -120,15 +131,32 @@ def _read_item(item: _Item, param: str) -> Message:
     raise RefusedError(RefusalKind.INVALID, f"{param}: an item {found} is not known here; {fix}", param=param)
 
 
-def _tools(declared: Sequence[_Tool]) -> tuple[tuple[Tool, ...], frozenset[str], list[str]]:
-    """Return the tools, the names of those that take text, and the types of those that only OpenAI has."""
-    tools, custom, hosted = [], set(), []
+def _name(name: str, namespace: str | None) -> str:
+    return f"{namespace}.{name}" if namespace else name
+
+
+def _tools(
+    declared: Sequence[_Tool], namespace: str | None = None
+) -> tuple[tuple[Tool, ...], frozenset[str], list[str]]:
+    """Return the tools, the names of those that take text, and the types of those that only OpenAI has.
+
+    A tool of a namespace bears its name before its own, with a dot.
+    """
+    tools: list[Tool] = []
+    custom: set[str] = set()
+    hosted: list[str] = []
     for tool in declared:
+        name = _name(tool.name, namespace)
         if tool.type == "function":
-            tools.append(function_tool(tool.name, tool.description, tool.parameters))
+            tools.append(function_tool(name, tool.description, tool.parameters))
         elif tool.type == "custom":
-            custom.add(tool.name)
-            tools.append(text_tool(tool.name, tool.description))
+            custom.add(name)
+            tools.append(text_tool(name, tool.description))
+        elif tool.type == "namespace" and namespace is None:
+            inner = _tools(tool.tools or (), tool.name)
+            tools += inner[0]
+            custom |= inner[1]
+            hosted += inner[2]
         else:
             hosted.append(tool.type)
     return tuple(tools), frozenset(custom), hosted
@@ -181,7 +209,10 @@ def _output(asked: Asked, said: Said) -> list[dict[str, Any]]:
 
 def _call(asked: Asked, call: dict[str, Any]) -> dict[str, Any]:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
+    space = next((found for found in asked.form.namespaces if name.startswith(f"{found}.")), None)
     item = {"call_id": call["id"], "name": name, "status": "completed"}
+    if space is not None:
+        item |= {"name": name.removeprefix(f"{space}."), "namespace": space}
     if name in asked.form.custom_tools:
         return {"type": "custom_tool_call", "id": f"ctc_{call['id']}", "input": input_of(arguments), **item}
     return {"type": "function_call", "id": f"fc_{call['id']}", "arguments": arguments_text(arguments), **item}

@@ -213,8 +213,7 @@ class CallTree:
         """Return a call that extends none, with its first difference from what is known."""
         known = max((i for i, digest in enumerate(path) if digest in self._nodes), default=0)
         if not known:
-            told = Difference(0, "", "other tools, or another first message") if self.calls else None
-            return replace(call, difference=told)
+            return replace(call, difference=self._new_root(prompt))
         node = self._nodes[path[known]]
         other = self.calls[node.asked[-1] if node.asked else node.newest]
         items = [*self._prompts[other.number].items]
@@ -226,6 +225,19 @@ class CallTree:
         if not any(each.asked or each.answered for each in began):
             return call
         return replace(call, kind=Kind.REWRITES, parent=other.number, root=other.root)
+
+    def _new_root(self, prompt: Prompt) -> Difference | None:
+        """Return how a prompt of which nothing is known differs from the newest with its tools, or else from the newest."""
+        if not self._prompts:
+            return None
+        other = next((each for each in reversed(self._prompts) if each.tools_key == prompt.tools_key), None)
+        if other is None:
+            return Difference(0, f"tools {_names(self.calls[-1].tools)}", f"tools {_names(prompt.tools)}")
+        return Difference(0, *_told(other.items[:1], prompt.items[:1]))
+
+
+def _names(tools: Sequence[dict[str, Any]]) -> str:
+    return printable(", ".join(tool["function"]["name"] for tool in tools))[:80] or "(none)"
 
 
 def _call_ids(message: Message) -> list[str]:

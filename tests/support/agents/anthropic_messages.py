@@ -1,22 +1,29 @@
 """A loop by hand over Anthropic's messages, streaming with `--stream`, with a cache mark on the newest message."""
 
 import sys
+from typing import Any
 
 from anthropic import Anthropic
 
-from tools import FIRST, MODEL, SECOND, TOOL, multiply
+from tests.support.agents.tools import FIRST, MODEL, SECOND, TOOL, multiply
 
 client = Anthropic()
-function = TOOL["function"]
+function: Any = TOOL["function"]
 tool = {"name": "multiply", "description": function["description"], "input_schema": function["parameters"]}
-messages = []
+messages: list[Any] = []
 
 
-def complete():
+def complete() -> Any:
     last = messages[-1]["content"]
     marked = [*last[:-1], {**last[-1], "cache_control": {"type": "ephemeral"}}]
     sent = [*messages[:-1], {**messages[-1], "content": marked}]
-    asked = {"model": MODEL, "max_tokens": 1024, "system": "You are a calculator.", "tools": [tool], "messages": sent}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 1024,
+        "system": "You are a calculator.",
+        "tools": [tool],
+        "messages": sent,
+    }
     if "--stream" not in sys.argv:
         return client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:

@@ -2,12 +2,13 @@
 
 import json
 import os
+from typing import Any
 
 import litellm
 
-from tools import FIRST, MODEL, SECOND, TOOL, multiply
+from tests.support.agents.tools import FIRST, MODEL, SECOND, TOOL, multiply
 
-messages = [{"role": "system", "content": "You are a calculator."}]
+messages: list[Any] = [{"role": "system", "content": "You are a calculator."}]
 for question in (FIRST, SECOND):
     messages.append({"role": "user", "content": question})
     while True:

@@ -2,10 +2,11 @@
 
 import asyncio
 import sys
+from typing import Any
 
 import agents
 
-from tools import FIRST, MODEL, SECOND, multiply
+from tests.support.agents.tools import FIRST, MODEL, SECOND, multiply
 
 agents.set_tracing_disabled(True)
 if "--chat" in sys.argv:
@@ -15,12 +16,12 @@ agent = agents.Agent(
 )
 
 
-async def main():
-    said = []
+async def main() -> None:
+    said: Any = []
     for question in (FIRST, SECOND):
         said.append({"role": "user", "content": question})
         if "--stream" in sys.argv:
-            result = agents.Runner.run_streamed(agent, said)
+            result: Any = agents.Runner.run_streamed(agent, said)
             async for _ in result.stream_events():
                 pass
         else:

@@ -2,16 +2,17 @@
 
 import json
 import sys
+from typing import Any
 
 from openai import OpenAI
 
-from tools import FIRST, MODEL, SECOND, TOOL, multiply
+from tests.support.agents.tools import FIRST, MODEL, SECOND, TOOL, multiply
 
 client = OpenAI()
-messages = [{"role": "system", "content": "You are a calculator."}]
+messages: list[Any] = [{"role": "system", "content": "You are a calculator."}]
 
 
-def say(question):
+def say(question: str) -> Any:
     messages.append({"role": "user", "content": question})
     while True:
         answer = complete()
@@ -23,8 +24,8 @@ def say(question):
             return answer["content"]
 
 
-def complete():
-    asked = {"model": MODEL, "messages": messages, "tools": [TOOL], "temperature": 0.2}
+def complete() -> Any:
+    asked: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": [TOOL], "temperature": 0.2}
     if "--stream" not in sys.argv:
         return client.chat.completions.create(**asked).choices[0].message.model_dump(exclude_none=True)
     with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:

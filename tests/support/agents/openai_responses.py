@@ -2,16 +2,18 @@
 
 import json
 import sys
+from typing import Any
 
 from openai import OpenAI
 
-from tools import FIRST, MODEL, SECOND, TOOL, multiply
+from tests.support.agents.tools import FIRST, MODEL, SECOND, TOOL, multiply
 
 client = OpenAI()
-tool = {"type": "function", **TOOL["function"]}
-items, answer = [], None
+tool: Any = {"type": "function", **TOOL["function"]}
+items: list[Any] = []
+answer: Any = None
 for question in (FIRST, SECOND):
-    new = [{"role": "user", "content": question}]
+    new: list[Any] = [{"role": "user", "content": question}]
     while new:
         items += new
         if "--previous" in sys.argv:
@@ -22,7 +24,11 @@ for question in (FIRST, SECOND):
             items += answer.output
         calls = [item for item in answer.output if item.type == "function_call"]
         new = [
-            {"type": "function_call_output", "call_id": call.call_id, "output": str(multiply(**json.loads(call.arguments)))}
+            {
+                "type": "function_call_output",
+                "call_id": call.call_id,
+                "output": str(multiply(**json.loads(call.arguments))),
+            }
             for call in calls
         ]
     print(answer.output_text)

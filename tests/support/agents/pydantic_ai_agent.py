@@ -1,14 +1,15 @@
 """An agent of pydantic-ai over `chat`, `responses` or `anthropic`."""
 
 import sys
+from typing import Any
 
 from pydantic_ai import Agent
 
-from tools import FIRST, MODEL, SECOND, multiply
+from tests.support.agents.tools import FIRST, MODEL, SECOND, multiply
 
 prefix = {"chat": "openai-chat", "responses": "openai-responses", "anthropic": "anthropic"}[sys.argv[1]]
 agent = Agent(f"{prefix}:{MODEL}", instructions="You are a calculator.", tools=[multiply])
-history = None
+history: Any = None
 for question in (FIRST, SECOND):
     if "--stream" in sys.argv:
         with agent.run_stream_sync(question, message_history=history) as result:

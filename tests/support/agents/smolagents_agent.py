@@ -5,7 +5,7 @@ import sys
 
 from smolagents import CodeAgent, OpenAIServerModel, ToolCallingAgent, tool
 
-from tools import FIRST, MODEL, SECOND, multiply
+from tests.support.agents.tools import FIRST, MODEL, SECOND, multiply
 
 model = OpenAIServerModel(model_id=MODEL, api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
 kind = CodeAgent if sys.argv[1] == "code" else ToolCallingAgent

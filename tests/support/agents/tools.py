@@ -1,8 +1,10 @@
 """The tool and the questions of the client programs."""
 
+from typing import Any
+
 MODEL = "policy"
 FIRST, SECOND = "What is 6 times 7?", "And 7 more?"
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "multiply",
