@@ -2,11 +2,11 @@
 
     python -m benchmarks.endpoint_matching
 
-Each request is compared with the calls before it, in three ways: by agentrl's canonical form; by strict equality of the JSON
-(an earlier request and its answer as sent, AReaL's rule); by the earlier request alone (rLLM's). `faithful` counts requests that
-show an earlier prompt and its answer, in whatever writing, `recognised` those that the rule finds; `wrong` counts requests in
-which the client has changed or left out the answer, and the rule would continue it all the same. `rows_linear` is the mean
-number of rows of clients that change nothing, a row for each line of calls.
+Each request is compared with the calls before it, in three ways: by agentrl's canonical form; by strict equality of the
+JSON (an earlier request and its answer as sent, AReaL's rule); by the earlier request alone (rLLM's). `faithful` counts
+requests that show an earlier prompt and its answer, in whatever writing, `recognised` those of which the rule finds the
+newest call; `wrong` counts requests in which the client has changed or left out an answer, and that the rule would
+continue all the same. `rows_linear` is the mean number of rows of a line of calls, of clients that change no answer.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def figures() -> dict[str, Any]:
         for name, rule in RULES.items():
             found = rule(requests)
             counts[name]["recognised"] += sum(a == b for a, b in zip(found, expected, strict=True) if b is not None)
-            counts[name]["wrong"] += sum(a is not None and a != b for a, b in zip(found, expected, strict=True))
+            counts[name]["wrong"] += sum(a is not None and b is None for a, b in zip(found, expected, strict=True))
         if not any(each[0] == "rewrites" for each in relations):
             calls = calls_of(requests)
             rows.append(sum(not call.kind.extends for call in calls) / len({call.root for call in calls}))

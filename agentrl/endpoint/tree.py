@@ -2,7 +2,7 @@
 
 | the prompt is | the call |
 |---|---|
-| an earlier prompt + its answer + replies | continues that call; a second one forks from it |
+| an earlier prompt + its answer + replies | continues that call; a second one forks from it, also without a later answer |
 | an earlier prompt whose answer the client has changed or left out, or whose history it has changed | rewrites it |
 | neither | is a root: another agent, a summary, a title |
 
@@ -78,7 +78,7 @@ class Call:
     is_unsaid: bool = False
     """The answer that it continues had a thought, which the client does not send."""
     difference: Difference | None = None
-    """First difference from what was known, of a call that extends none."""
+    """First difference from what was known: of a call that extends none, and of a fork without a later answer."""
 
 
 @dataclass(slots=True)
@@ -175,7 +175,9 @@ class CallTree:
             call, base = self._after_answer(call, prompt, tail, self._nodes[path[tail]])
             if all(item.role != "assistant" for item in prompt.items[tail:]):
                 kind = Kind.FORKS if base.number in self._continued else Kind.CONTINUES
-                return replace(call, kind=kind, parent=base.number, root=base.root)
+                left_out = [i for i in range(tail + 1, len(path) - 1) if self._asked(path[i])]
+                difference = self._difference(prompt, path, left_out[-1]) if left_out else None
+                return replace(call, kind=kind, parent=base.number, root=base.root, difference=difference)
         call = replace(call, replies=call.history, is_unsaid=False)
         if twins := self._asked(path[-1]):
             twin = self.calls[twins[0]]
@@ -214,17 +216,25 @@ class CallTree:
         known = max((i for i, digest in enumerate(path) if digest in self._nodes), default=0)
         if not known:
             return replace(call, difference=self._new_root(prompt))
-        node = self._nodes[path[known]]
-        other = self.calls[node.asked[-1] if node.asked else node.newest]
-        items = [*self._prompts[other.number].items]
-        if other.number in self._answers:
-            items.append(item_of(self._answers[other.number].wire))
-        difference = Difference(known, *_told(items[known : known + 1], prompt.items[known : known + 1]))
-        call = replace(call, difference=difference)
+        call = replace(call, difference=self._difference(prompt, path, known))
         began = [self._nodes[digest] for digest in path[1 : known + 1]]
         if not any(each.asked or each.answered for each in began):
             return call
+        other = self._other(path[known])
         return replace(call, kind=Kind.REWRITES, parent=other.number, root=other.root)
+
+    def _other(self, digest: str) -> Call:
+        """Return the newest call that was asked at a beginning of a prompt, or else that came by."""
+        node = self._nodes[digest]
+        return self.calls[node.asked[-1] if node.asked else node.newest]
+
+    def _difference(self, prompt: Prompt, path: Sequence[str], index: int) -> Difference:
+        """Return how a prompt goes on from a message on, beside the call that came there before."""
+        other = self._other(path[index]).number
+        items = [*self._prompts[other].items]
+        if other in self._answers:
+            items.append(item_of(self._answers[other].wire))
+        return Difference(index, *_told(items[index : index + 1], prompt.items[index : index + 1]))
 
     def _new_root(self, prompt: Prompt) -> Difference | None:
         """Return how a prompt of which nothing is known differs from the newest with its tools, or else from the newest."""
@@ -254,8 +264,9 @@ def _told(known: Sequence[Item], asked: Sequence[Item]) -> tuple[str, str]:
     """Return how two messages differ, at most one of which is missing."""
     one, other = ("".join(map(_text, items)) for items in (known, asked))
     same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    begin = max(0, same - 20)
-    return tuple(printable(text[begin : begin + 80]) for text in (one, other))  # type: ignore[return-value]
+    begin = same - 20 if same > 40 else 0
+    first, second = (printable("..." * bool(begin and text) + text[begin : begin + 80]) for text in (one, other))
+    return first, second
 
 
 def _text(item: Item) -> str:
