@@ -3,8 +3,11 @@
 import re
 from typing import Any
 
+import pytest
+
 from benchmarks.endpoint_matching import WIRES, asked_of, calls_of, figures, relation, wires
 from tests.support.each import each
+from tests.test_imports import HEAVY, loaded_by
 
 
 @each(("name", "wire"), wires().items())
@@ -46,3 +49,11 @@ def test_fixtures_are_small_and_name_no_machine() -> None:
     texts = {path.name: path.read_text(encoding="utf-8") for path in WIRES.glob("*.json")}
     assert [name for name, text in texts.items() if private.search(text)] == []
     assert max(map(len, texts.values())) < 20_000
+
+
+@pytest.mark.process
+def test_requests_are_read_without_torch_and_without_a_server() -> None:
+    script = (
+        "import agentrl.endpoint.chat, agentrl.endpoint.messages, agentrl.endpoint.responses, agentrl.endpoint.tree"
+    )
+    assert loaded_by(script, (*HEAVY, "starlette", "uvicorn", "httpx2")) == set()
