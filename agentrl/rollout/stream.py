@@ -189,8 +189,9 @@ class TaskStream:
 
     def _put(self, trajectory: Trajectory) -> None:
         played = len(self._playing.pop(trajectory.trajectory_id).turns)
-        if any(turn.branch_rewards is not None for turn in trajectory.turns):
-            played = 0  # the recorded turns lack the rewards of their forks
+        has_forks = any(turn.branch_rewards is not None for turn in trajectory.turns)
+        if has_forks or any(turn.parent is not None for turn in trajectory.turns[played:]):
+            played = 0  # recorded turns lack the rewards of their forks; parents are numbers of the whole
         if not trajectory.failed:
             rest, shared = trajectory.turns[played:], 0
             if rest:
