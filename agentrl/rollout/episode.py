@@ -13,7 +13,7 @@ from agentrl.chat import Dialogue
 from agentrl.engine import Sampler
 from agentrl.env import base_env, close_env
 from agentrl.errors import EngineError, EnvError
-from agentrl.rollout.conversation import Conversation, End, EpisodeContext, LiveEpisode, Task
+from agentrl.rollout.conversation import Conversation, End, LiveEpisode, Task
 from agentrl.rollout.env_driver import (
     Env,
     EnvDriver,
@@ -25,6 +25,7 @@ from agentrl.rollout.env_driver import (
     reset,
     restore,
 )
+from agentrl.rollout.sample_action import EpisodeContext
 from agentrl.rollout.tasks import derive_seed
 from agentrl.types import StopReason, Trajectory
 

@@ -12,11 +12,12 @@ from agentrl.engine import Engine
 from agentrl.engine.base import retry_wait_s
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.conversation import EpisodeContext, LiveEpisode, Task
+from agentrl.rollout.conversation import LiveEpisode, Task
 from agentrl.rollout.env_driver import Environments, EnvThread, MakeEnv
 from agentrl.rollout.episode import Episode
 from agentrl.rollout.faults import EngineClock
 from agentrl.rollout.journal import Journal
+from agentrl.rollout.sample_action import EpisodeContext
 from agentrl.rollout.stream import TaskStream, group_tasks, make_group
 from agentrl.rollout.tasks import EnvTask, Tasks
 from agentrl.types import Sampling, StopReason, TaskShard, Trajectory, TrajectoryGroup
