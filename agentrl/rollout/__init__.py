@@ -2,9 +2,10 @@
 
 from agentrl.rollout.config import BranchConfig, RolloutConfig
 from agentrl.rollout.conversation import Conversation, End, LiveEpisode, Outcome, Task
-from agentrl.rollout.episode import Episode
+from agentrl.rollout.episode import EnvPlayer, Episode
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.limits import check_limits
+from agentrl.rollout.player import Player
 from agentrl.rollout.pool import RolloutPool
 from agentrl.rollout.sample_action import EpisodeContext
 from agentrl.rollout.tasks import EnvTask, Tasks, derive_seed, held_out_seed, task_seed
@@ -14,12 +15,14 @@ __all__ = [
     "BranchConfig",
     "Conversation",
     "End",
+    "EnvPlayer",
     "EnvTask",
     "Episode",
     "EpisodeContext",
     "Journal",
     "LiveEpisode",
     "Outcome",
+    "Player",
     "RolloutConfig",
     "RolloutPool",
     "Task",

@@ -16,7 +16,7 @@ import yaml
 
 from agentrl import ToolEnv, tool
 from agentrl.chat import ChatMLRenderer, train_tokenizer
-from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
+from agentrl.rollout import EnvPlayer, EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.rollout.journal import Ended, Event, Interrupted, Played
 from agentrl.rollout.stream import TaskStream
 from agentrl.testing import ScriptedEngine
@@ -82,7 +82,7 @@ def _pool(mode: Any, env: str, salt: int, folder: Path) -> RolloutPool:
         max_retries=1,
     )
     return RolloutPool(
-        make_env=partial(Counter, **ENVS[env]),
+        player=EnvPlayer(partial(Counter, **ENVS[env])),
         context=EpisodeContext(engine=ScriptedEngine(script, logprob=-1.0 - salt), renderer=renderer, config=config),
         tasks=Tasks(seed=0),
         journal=Journal(folder),

@@ -10,7 +10,7 @@ import pytest
 from agentrl.chat import Renderer
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EnvironmentFailure
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks
+from agentrl.rollout import EnvPlayer, EpisodeContext, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Message, Trajectory, TrajectoryGroup
 from tests.support.talk import Talk, fails
 
@@ -43,7 +43,7 @@ class Table:
         }
         self.engine, self.runner = engine, asyncio.Runner()
         self.pool = RolloutPool(
-            make_env=make_env,
+            player=EnvPlayer(make_env),
             context=EpisodeContext(engine=engine, renderer=renderer, config=RolloutConfig.model_validate(settings)),
             tasks=Tasks(seed=5),
         )
