@@ -331,6 +331,8 @@ class Turn:
     """Number of the turn after whose action it stands, in an episode with several lines of calls. None: the turn before."""
     agent: str = ""
     """Name of the agent that acts, in an episode of several. Empty: it has no name."""
+    call: str = ""
+    """Call that it answers, in an episode that a program plays: `LiveEpisode.partials` has the same. Empty: none."""
     action_ids: TokenIds
     """Every sampled token, the stop token included."""
     behavior_logprobs: LogProbs

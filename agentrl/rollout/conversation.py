@@ -16,7 +16,18 @@ from agentrl.engine import Sampler
 from agentrl.errors import AgentRLError
 from agentrl.rollout.sample_action import NOTHING, Action, EpisodeContext
 from agentrl.rollout.tasks import EnvTask, derive_seed
-from agentrl.types import Completion, Fault, FinishReason, Message, Split, StopReason, Trajectory, Turn, Turns
+from agentrl.types import (
+    Completion,
+    Fault,
+    FinishReason,
+    Message,
+    Split,
+    StopReason,
+    Trajectory,
+    Turn,
+    Turns,
+    pack_integers,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +40,7 @@ class Task:
     seed: int
     """Seed of the environment, shared by the group."""
     sampling_seed: int
-    """Seed from which each turn's sampling seed follows."""
+    """Seed from which the seed of each action follows."""
     attempt: int = 0
     """Number of earlier starts of this episode."""
     split: Split = "train"
@@ -48,6 +59,29 @@ class Task:
         """Name of the episode."""
         return f"{self.group_id}/{self.rollout_index}"
 
+    def turn_seed(self, number: int) -> int:
+        """Return the seed of the action of a turn, in an episode of one turn after the other."""
+        return derive_seed(self.sampling_seed, self.trajectory_id, self.attempt, number)
+
+    def call_seed(self, context_ids: Sequence[int], sibling: int) -> int:
+        """Return the seed of an action, in an episode whose calls may come in any order.
+
+        Args:
+            context_ids: tokens before the action.
+            sibling: number of earlier actions after these very tokens.
+        """
+        context = pack_integers(context_ids)
+        return derive_seed(self.sampling_seed, self.trajectory_id, self.attempt, "call", context, sibling)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """An action that is sampled in part, or in whole without an answer to it."""
+
+    completion: Completion
+    call: str = ""
+    """Name of the call that it will answer, unique in the episode. Empty: it is the one action that comes next."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveEpisode:
@@ -60,8 +94,8 @@ class LiveEpisode:
     """Last messages of the environment. None: unknown."""
     snapshot: str | None = None
     """Environment after the last turn, pickled, in base64. None: it is replayed."""
-    partial: Completion | None = None
-    """Tokens sampled of the next action, whole or in part."""
+    partials: tuple[Partial, ...] = ()
+    """Actions under way: in an environment one at most, in a program as many as it has calls that wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +292,7 @@ class Conversation:
             turns=tuple(self.turns),
             observation=None if self.dialogue is None else self.dialogue.observation,
             snapshot=self._snapshot,
-            partial=None if self._action is None else self._action.completion,
+            partials=() if self._action is None else (Partial(completion=self._action.completion),),
         )
 
     def trajectory(self, *, env_id: str, metrics: Mapping[str, float], gold_answer: str | None = None) -> Trajectory:
@@ -333,12 +367,12 @@ class Conversation:
 
     def _next_action(self, dialogue: Dialogue, max_tokens: int) -> Action:
         """Return the next action, with what was recorded of it."""
-        task, number = self.task, len(self.turns)
+        number = len(self.turns)
         begins = number == 0 or not dialogue.extends  # no token of this context was computed before
         return Action(
             context_ids=dialogue.context_ids,
             max_tokens=max_tokens,
-            seed=derive_seed(task.sampling_seed, task.trajectory_id, task.attempt, number),
+            seed=self.task.turn_seed(number),
             experts_from=0 if begins else len(dialogue.context_ids) - len(dialogue.observation_ids) - 1,
             completion=self._record.completion(number) or NOTHING,
         )
@@ -370,7 +404,8 @@ class RecordedEpisode:
     def completion(self, number: int) -> Completion | None:
         """Return the recorded action of a turn, whole or in part. None: there is none."""
         if not self.has_turn(number):
-            return self.live.partial if number == len(self.live.turns) else None
+            is_next = number == len(self.live.turns) and self.live.partials
+            return self.live.partials[0].completion if is_next else None
         turn = self.live.turns[number]
         return Completion(
             token_ids=turn.action_ids,
@@ -423,13 +458,13 @@ class RecordedEpisode:
 
     def check_end(self, number: int) -> None:
         """Raise ReplayError if the episode ends although more was recorded."""
-        if number + 1 < len(self.live.turns) or (number + 1 == len(self.live.turns) and self.live.partial is not None):
+        if number + 1 < len(self.live.turns) or (number + 1 == len(self.live.turns) and self.live.partials):
             raise ReplayError(f"replayed, it ends with turn {number}, and was recorded with more")
 
     def check_observation(self, number: int, observation: tuple[Message, ...]) -> None:
         """Raise ReplayError if the recorded action was started after other messages."""
         live = self.live
-        if live.partial is None or live.observation is None or number != len(live.turns):
+        if not live.partials or live.observation is None or number != len(live.turns):
             return
         if observation != live.observation:
             raise ReplayError(

@@ -155,7 +155,7 @@ class RolloutPool:
         for _ in range(3):  # a completion passes from the request to the caller to the episode
             await asyncio.sleep(0)
         for live in [episode.live() for episode in self._live.values()]:
-            if live.partial is not None:
+            if live.partials:
                 self._stream.record_progress(live)
         self._stream.flush()
 

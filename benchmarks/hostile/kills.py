@@ -180,7 +180,9 @@ def _sampled(state: dict[str, Any], mode: Any, events: Iterable[Event]) -> dict[
         for live in group.waiting:
             name = live.task.trajectory_id
             turns[name], attempts[name] = [turn.action_ids for turn in live.turns], live.task.attempt
-            partials |= {name: live.partial.token_ids} if live.partial and live.partial.token_ids else {}
+            for each in live.partials:  # of an environment: one at most
+                if each.completion.token_ids:
+                    partials[name] = each.completion.token_ids
     for event in events:
         if isinstance(event, Played | Interrupted):
             name = event.task.trajectory_id
@@ -190,7 +192,8 @@ def _sampled(state: dict[str, Any], mode: Any, events: Iterable[Event]) -> dict[
             if isinstance(event, Played):
                 turns.setdefault(name, []).append(event.turn.action_ids)
             else:
-                partials[name] = event.partial.token_ids
+                (under_way,) = event.partials
+                partials[name] = under_way.completion.token_ids
         elif isinstance(event, Ended):
             name = event.trajectory.trajectory_id
             turns[name] = [*turns.get(name, [])[: event.played], *(turn.action_ids for turn in event.trajectory.turns)]

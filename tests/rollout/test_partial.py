@@ -131,7 +131,7 @@ def test_what_is_saved_resumes_in_another_process_from_the_middle_of_a_turn(
                 assert sampled(trajectory) == expected[trajectory.trajectory_id]
         state = json.loads(json.dumps(table.pool.state_dict()))
         waiting = [episode for group in state["groups"].values() for episode in group["waiting"]]
-        partial += sum(bool(episode["partial"] and episode["partial"]["token_ids"]) for episode in waiting)
+        partial += sum(bool(p["completion"]["token_ids"]) for episode in waiting for p in episode["partials"])
         if step % 2:
             table.close()
             version = table.engine.version
