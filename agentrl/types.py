@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache
 from itertools import groupby
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from pydantic import (
     AfterValidator,
@@ -330,6 +330,12 @@ class Turn:
     """Tokens that the environment's messages added before the action, the generation prompt included."""
     extends: bool = True
     """False: the history was rewritten, and `observation_ids` is the whole new context."""
+    parent: int | None = None
+    """Number of the turn after whose action it stands, in an episode with several lines of calls. None: the turn before."""
+    agent: str = ""
+    """Name of the agent that acts, in an episode of several. Empty: it has no name."""
+    call: str = ""
+    """Call that it answers, in an episode that a program plays: `LiveEpisode.partials` has the same. Empty: none."""
     action_ids: TokenIds
     """Every sampled token, the stop token included."""
     behavior_logprobs: LogProbs
@@ -399,14 +405,78 @@ class Fault:
     """The environment's own frames, bounded in length; empty if it raised nothing."""
 
 
+class HasParent(Protocol):
+    """Part of a turn that places it among the turns before it."""
+
+    @property
+    def extends(self) -> bool:
+        """See `Turn.extends`."""
+
+    @property
+    def parent(self) -> int | None:
+        """See `Turn.parent`."""
+
+
+def parent_of(turn: HasParent, number: int) -> int:
+    """Return the number of the turn after whose action turn `number` stands; -1 for the first.
+
+    Raises:
+        ValueError: if that is no earlier turn.
+    """
+    if turn.parent is None:
+        return number - 1
+    if not 0 <= turn.parent < number:
+        raise ValueError(f"turn {number} has the parent {turn.parent}; a parent is an earlier turn")
+    return turn.parent
+
+
+def path_to(turns: Sequence[HasParent], number: int) -> list[int]:
+    """Return the numbers of the turns that make up the context of turn `number`, itself the last.
+
+    Raises:
+        ValueError: see `parent_of`.
+    """
+    path = []
+    while number >= 0:
+        path.append(number)
+        number = parent_of(turns[number], number) if turns[number].extends else -1
+    return path[::-1]
+
+
+def chains_of(turns: Sequence[HasParent]) -> list[list[int]]:
+    """Return the numbers of all turns as chains, each of which extends one growing context.
+
+    A turn continues the chain of its parent, unless it rewrote the history or another turn continues that chain already.
+
+    Raises:
+        ValueError: see `parent_of`.
+    """
+    chains: list[list[int]] = []
+    ends: dict[int, list[int]] = {}
+    for number, turn in enumerate(turns):
+        parent = parent_of(turn, number)
+        chain = ends.pop(parent, None) if turn.extends else None
+        if chain is None:
+            chains.append(chain := [])
+        chain.append(number)
+        ends[number] = chain
+    return chains
+
+
+def context_of(turns: Sequence[Turn], number: int) -> tuple[int, ...]:
+    """Return the context in which the action of turn `number` was sampled."""
+    *before, last = (turns[k] for k in path_to(turns, number))
+    return (*(token for turn in before for token in (*turn.observation_ids, *turn.action_ids)), *last.observation_ids)
+
+
 def shorten(turn: Turn, before: Sequence[Turn]) -> tuple[Turn, int]:
-    """Return a turn without the tokens with which its context repeats that of the turns before it, and how many they are.
+    """Return a turn without the tokens with which its context repeats that after its parent, and how many they are.
 
     Only one that rewrote history repeats any: all but the end of a long dialogue.
     """
     if turn.extends:
         return turn, 0
-    context, ids = _context_after(before), turn.observation_ids
+    context, ids = _context_after(turn, before), turn.observation_ids
     # One token stays: a journal writes what is left of an episode as a trajectory, which begins with a context.
     most = min(len(context), max(len(ids) - 1, 0))
     shared = next(
@@ -421,20 +491,21 @@ def lengthen(turn: Turn, before: Sequence[Turn], shared: int) -> Turn:
     """Return the turn of which `shorten` made this one.
 
     Raises:
-        ValueError: if the turns before it have no such context.
+        ValueError: if the turns before it have no such context, or its parent is none of them.
     """
+    parent_of(turn, len(before))
     if not shared:
         return turn
-    context = _context_after(before)
+    context = _context_after(turn, before)
     if turn.extends or not 0 < shared <= len(context):
         raise ValueError(f"a turn repeats {shared} tokens of a context of {len(context)}")
     return replace(turn, observation_ids=context[:shared] + turn.observation_ids)
 
 
-def _context_after(turns: Sequence[Turn]) -> tuple[int, ...]:
-    """Return the context after turns, the last action included."""
-    begin = max((index for index, turn in enumerate(turns) if not turn.extends), default=0)
-    return tuple(token for turn in turns[begin:] for token in (*turn.observation_ids, *turn.action_ids))
+def _context_after(turn: Turn, before: Sequence[Turn]) -> tuple[int, ...]:
+    """Return the context after the parent of a turn, its action included."""
+    parent = parent_of(turn, len(before))
+    return (*context_of(before, parent), *before[parent].action_ids) if parent >= 0 else ()
 
 
 def _dump_turns(turns: tuple[Turn, ...], dump: SerializerFunctionWrapHandler) -> Any:
@@ -526,14 +597,9 @@ class Trajectory:
         return sum(len(turn.action_ids) for turn in self.turns)
 
     def segments(self) -> Iterator[tuple[Turn, ...]]:
-        """Yield the runs of turns that share one growing context; a turn that rewrote history begins the next."""
-        start = 0
-        for index, turn in enumerate(self.turns):
-            if index > start and not turn.extends:
-                yield self.turns[start:index]
-                start = index
-        if self.turns:
-            yield self.turns[start:]
+        """Yield the turns that extend one growing context each; a turn that rewrote history, or forked, begins the next."""
+        for chain in chains_of(self.turns):
+            yield tuple(self.turns[number] for number in chain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

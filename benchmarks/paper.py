@@ -49,7 +49,7 @@ from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import Policy, make_local_model
 from agentrl.recipe.config import Recipe, load_recipe
-from agentrl.rollout import EpisodeContext, RolloutPool, Tasks
+from agentrl.rollout import EnvPlayer, EpisodeContext, RolloutPool, Tasks
 from agentrl.rollout.demonstrations import Demonstration, demonstrations
 from agentrl.run import loop
 from agentrl.run.build import build
@@ -289,7 +289,7 @@ def play(start: Path, recipe: Recipe, count: int) -> list[Batch]:
     scheme = load_credit({"scheme": "uniform"})
     with asyncio.Runner() as runner:
         pool = RolloutPool(
-            make_env=partial(make_env, recipe.env.id),
+            player=EnvPlayer(partial(make_env, recipe.env.id)),
             context=EpisodeContext(
                 engine=TransformersEngine(load(start), TransformersConfig(lockstep=True)),
                 renderer=ChatMLRenderer(AutoTokenizer.from_pretrained(start)),

@@ -21,7 +21,7 @@ from agentrl.engine.transformers.engine import TransformersConfig, TransformersE
 from agentrl.env import MessageEnv
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import make_local_model
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks
+from agentrl.rollout import EnvPlayer, EpisodeContext, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Message
 
 SHORT, LONG, GROUPS, SIZE = 2, 20, 8, 8
@@ -75,7 +75,7 @@ def sample(mode: str, steps: int, seed: int, *, latency_s: float) -> dict[str, A
         }
     )
     pool = RolloutPool(
-        make_env=Tail,
+        player=EnvPlayer(Tail),
         context=EpisodeContext(engine=engine, renderer=OftenStops(TOKENIZER), config=config),
         tasks=Tasks(seed=seed),
     )

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from agentrl import ToolEnv, tool
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.learn.metrics import process_metrics
-from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
+from agentrl.rollout import EnvPlayer, EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Completion, FinishReason
 
@@ -68,7 +68,7 @@ def load(
         max_context_tokens=4096,
     )
     pool = RolloutPool(
-        make_env=Counter,
+        player=EnvPlayer(Counter),
         context=EpisodeContext(engine=AtOnce(answer), renderer=renderer, config=config),
         tasks=Tasks(seed=0),
         journal=None if journal is None else Journal(journal),

@@ -16,7 +16,10 @@ from agentrl.types import (
     TrajectoryGroup,
     Turn,
     Turns,
+    chains_of,
+    context_of,
     lengthen,
+    path_to,
     shorten,
     valid_trajectories,
 )
@@ -94,6 +97,26 @@ def test_a_segment_ends_where_history_was_rewritten(extends: list[bool], lengths
     assert sum(segments, ()) == turns
 
 
+def test_a_turn_lies_in_the_segment_of_its_parent_unless_another_does_already() -> None:
+    #         0 -- 2 -- 5      1 -- 3 (a second agent)       4 forks from 0, 6 rewrites what 2 had, 7 goes on from 4
+    parents = [None, None, 0, 1, 0, 2, 2, 4]
+    rewrites = {0, 1, 6}
+    turns = [replace(turn(k, extends=k not in rewrites), parent=parent) for k, parent in enumerate(parents)]
+    assert chains_of(turns) == [[0, 2, 5], [1, 3], [4, 7], [6]]
+    assert [segment[0].action_ids for segment in trajectory(*turns).segments()] == [(0,), (1,), (4,), (6,)]
+    assert [path_to(turns, number) for number in (5, 3, 7, 6)] == [[0, 2, 5], [1, 3], [0, 4, 7], [6]]
+    assert context_of(turns, 7) == (1, 0, 1, 4, 1)  # each observation is the token 1
+
+
+@each("parent", [-1, 1, 2, 9])
+def test_a_parent_that_is_no_earlier_turn_is_refused(parent: int) -> None:
+    turns = (turn(1), replace(turn(2), parent=parent))
+    with pytest.raises(ValueError, match=f"^turn 1 has the parent {parent}; a parent is an earlier turn"):
+        chains_of(turns)
+    with pytest.raises(ValidationError, match=f"turn 1 has the parent {parent}"):
+        TURNS.validate_python([TypeAdapter(Turn).dump_python(each, mode="json") for each in turns])
+
+
 @given(st.lists(st.booleans(), max_size=12))
 def test_segments_hold_every_turn_once_in_order(extends: list[bool]) -> None:
     turns = tuple(turn(k, extends=flag) for k, flag in enumerate(extends))
@@ -133,15 +156,21 @@ TURNS = TypeAdapter(Turns)
 
 @st.composite
 def dialogues(draw: st.DrawFn) -> tuple[Turn, ...]:
-    """Turns of which some rewrite the end of their history, or forget it."""
+    """Turns of which some follow an earlier one, rewrite the end of their history, or forget it."""
     turns: list[Turn] = []
-    context: tuple[int, ...] = ()
-    for extends in draw(st.lists(st.booleans(), max_size=6)):
+    contexts: list[tuple[int, ...]] = []
+    """After each turn."""
+    for number, extends in enumerate(draw(st.lists(st.booleans(), max_size=6))):
         new = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple))
+        parent = draw(st.none() | st.integers(0, number - 1)) if number else None
+        context = contexts[number - 1 if parent is None else parent] if number else ()
         kept = 0 if extends else draw(st.integers(0, len(context)))
         filled = draw(st.sampled_from([(), (7,) * 3000]))  # longer than what is compared at once
-        turns.append(replace(turn(1, 2, extends=extends), observation_ids=context[:kept] + filled + new))
-        context = (context if extends else ()) + turns[-1].observation_ids + (1, 2)
+        observation_ids = context[:kept] + filled + new
+        turns.append(replace(turn(1, 2, extends=extends), observation_ids=observation_ids, parent=parent))
+        contexts.append((context if extends else ()) + observation_ids + (1, 2))
+    for number, context in enumerate(contexts):
+        assert (*context_of(turns, number), 1, 2) == context
     return tuple(turns)
 
 

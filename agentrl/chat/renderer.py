@@ -264,6 +264,8 @@ class TurnTokens:
     extends: bool
     """False: history was rewritten, and a new context begins."""
     action_ids: tuple[int, ...]
+    parent: int | None = None
+    """See `Turn.parent`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

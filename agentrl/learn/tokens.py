@@ -6,14 +6,13 @@ minibatch, before it is split among ranks and micro-batches. No torch here: chec
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from agentrl.chat import TurnTokens
-from agentrl.types import Trajectory, Turn
+from agentrl.types import Trajectory, Turn, chains_of, path_to
 
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -48,37 +47,41 @@ class EngineExperts(NamedTuple):
 
 
 def rows_of(turns: Sequence[Turn | TurnTokens]) -> list[Row]:
-    """Lay the turns of an episode out as rows: one, and one more for each turn that rewrote the history."""
-    begins = [k for k, turn in enumerate(turns) if k == 0 or not turn.extends]
+    """Lay the turns of an episode out as rows: one, and one more for each turn that rewrote the history or forked.
+
+    A fork's row begins with the turns that it continues. They are context there; their tokens are selected in their own rows.
+    """
     rows = []
-    for begin, end in pairwise([*begins, len(turns)]):
+    for chain in chains_of(turns):
         ids: list[int] = []
         positions: list[int] = []
         numbers: list[int] = []
         experts: list[EngineExperts] = []
-        for k, turn in enumerate(turns[begin:end], start=begin):
+        for k in path_to(turns, chain[-1]):
+            turn = turns[k]
             if isinstance(turn, Turn) and turn.experts:
                 experts.append(EngineExperts(max(0, len(ids) - 1), turn.experts))
             ids.extend(turn.observation_ids)
-            positions.extend(range(len(ids), len(ids) + len(turn.action_ids)))
+            if k >= chain[0]:
+                positions.extend(range(len(ids), len(ids) + len(turn.action_ids)))
+                numbers.extend([k] * len(turn.action_ids))
             ids.extend(turn.action_ids)
-            numbers.extend([k] * len(turn.action_ids))
         ids_L, positions_T, turn_T = (np.array(column, dtype=np.int64) for column in (ids, positions, numbers))
         rows.append(Row(ids_L=ids_L, positions_T=positions_T, turn_T=turn_T, experts=tuple(experts)))
     return rows
 
 
 def with_end(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of a trajectory, with the unknown token after its end selected too."""
-    *before, last = rows
-    return [
-        *before,
-        replace(
-            last,
-            positions_T=np.append(last.positions_T, len(last.ids_L)),
-            turn_T=np.append(last.turn_T, last.turn_T.max(initial=-1) + 1),
-        ),
-    ]
+    """Return the rows of a trajectory, with the unknown token after its last turn selected too."""
+    last_R = [row.turn_T.max(initial=-1) for row in rows]
+    number = max(range(len(rows)), key=lambda r: (last_R[r], r))
+    last = rows[number]
+    ended = replace(
+        last,
+        positions_T=np.append(last.positions_T, len(last.ids_L)),
+        turn_T=np.append(last.turn_T, last_R[number] + 1),
+    )
+    return [*rows[:number], ended, *rows[number + 1 :]]
 
 
 def with_ends_of_turns(rows: Sequence[Row]) -> list[Row]:
@@ -95,7 +98,7 @@ def with_ends_of_turns(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenBatch:
-    """Tokens in their contexts. Values of the tokens are kept in separate columns."""
+    """Tokens in their contexts, in the order of trajectories and turns. Values of the tokens are kept in separate columns."""
 
     rows: list[IntArray]
     """Token ids of each of the R rows."""
@@ -124,13 +127,16 @@ class TokenBatch:
         """Lay out the rows of each trajectory, and the group that it belongs to."""
         owned = [(number, row) for number, of_trajectory in enumerate(rows) for row in of_trajectory]
         lengths = np.array([len(row.positions_T) for _, row in owned], dtype=np.int64)
+        turn_T = _joined([row.turn_T for _, row in owned])
+        trajectory_T = np.repeat(np.array([number for number, _ in owned], dtype=np.int64), lengths)
+        order_T = np.lexsort((turn_T, trajectory_T))  # turns of one row may lie between those of another
         return cls(
             rows=[row.ids_L for _, row in owned],
-            row_T=np.repeat(np.arange(len(owned)), lengths),
-            position_T=_joined([row.positions_T - 1 for _, row in owned]),
-            target_T=_joined([np.append(row.ids_L, _UNKNOWN)[row.positions_T] for _, row in owned]),
-            trajectory_T=np.repeat(np.array([number for number, _ in owned], dtype=np.int64), lengths),
-            turn_T=_joined([row.turn_T for _, row in owned]),
+            row_T=np.repeat(np.arange(len(owned)), lengths)[order_T],
+            position_T=_joined([row.positions_T - 1 for _, row in owned])[order_T],
+            target_T=_joined([np.append(row.ids_L, _UNKNOWN)[row.positions_T] for _, row in owned])[order_T],
+            trajectory_T=trajectory_T[order_T],
+            turn_T=turn_T[order_T],
             groups=np.unique(group_ids, return_inverse=True)[1].tolist(),
             experts=[row.experts for _, row in owned],
         )

@@ -26,6 +26,7 @@ from agentrl.types import (
     Trajectory,
     TrajectoryGroup,
     Turn,
+    parent_of,
 )
 
 Notes = Mapping[str, npt.NDArray[np.float64]]
@@ -41,6 +42,8 @@ class TurnRecord(BaseModel):
     message: Message
     observation_ids: list[TokenId]
     extends: bool
+    parent: NonNegativeInt | None = None
+    agent: str = ""
     action_ids: list[TokenId]
     action_pieces: list[str]
     """Text of each action token by itself, for display."""
@@ -100,6 +103,12 @@ class TrajectoryRecord(BaseModel):
     signals: dict[Need, float] = {}
     """Signals of the trajectory as a whole."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for number, turn in enumerate(self.turns):
+            parent_of(turn, number)
+        return self
+
 
 _RECORD = TypeAdapter(TrajectoryRecord)
 
@@ -130,6 +139,8 @@ def records(
                         message=turn.message,
                         observation_ids=list(turn.observation_ids),
                         extends=turn.extends,
+                        parent=turn.parent,
+                        agent=turn.agent,
                         action_ids=list(turn.action_ids),
                         action_pieces=[piece(token) for token in turn.action_ids],
                         behavior_logprobs=list(turn.behavior_logprobs),

@@ -261,6 +261,8 @@ def in_short(trajectory: Trajectory) -> Iterator[Text]:
 
 def _read(turn: TurnRecord, decode: Decode | None) -> Iterator[Text]:
     """Yield what a turn's tokens, or its messages, said before the action."""
+    if turn.parent is not None:
+        yield Text(f"[after turn {turn.parent + 1}]", "dim")
     if decode is None or not turn.observation_ids:
         yield from map(said, turn.observation)
         return
@@ -270,7 +272,7 @@ def _read(turn: TurnRecord, decode: Decode | None) -> Iterator[Text]:
 
 
 def _action(turn: TurnRecord, number: int, scale: float, is_trained: bool) -> Text:
-    line = Text.assemble(("assistant: ", "bold"))
+    line = Text.assemble((f"{turn.agent or 'assistant'}: ", "bold"))
     for piece, advantage, is_kept in zip(turn.action_pieces, turn.advantages, turn.keep, strict=True):
         left_out = Style(strike=True, dim=True) if is_trained else Style()
         line.append(piece, advantage_style(advantage, scale) if is_kept else left_out)

@@ -7,17 +7,27 @@ journals and checkpoints store; `RecordedEpisode` replays one, and verifies that
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from agentrl.chat import Dialogue, HistoryConfig, Renderer
 from agentrl.chat.renderer import Tools
 from agentrl.data.plain import abbreviated, is_number, printable
 from agentrl.engine import Sampler
-from agentrl.errors import AgentRLError, EngineError
-from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.faults import EngineClock
+from agentrl.errors import AgentRLError
+from agentrl.rollout.sample_action import NOTHING, Action, EpisodeContext
 from agentrl.rollout.tasks import EnvTask, derive_seed
-from agentrl.types import Completion, Fault, FinishReason, Message, Sampling, Split, StopReason, Trajectory, Turn, Turns
+from agentrl.types import (
+    Completion,
+    Fault,
+    FinishReason,
+    Message,
+    Split,
+    StopReason,
+    Trajectory,
+    Turn,
+    Turns,
+    pack_integers,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +40,7 @@ class Task:
     seed: int
     """Seed of the environment, shared by the group."""
     sampling_seed: int
-    """Seed from which each turn's sampling seed follows."""
+    """Seed from which the seed of each action follows."""
     attempt: int = 0
     """Number of earlier starts of this episode."""
     split: Split = "train"
@@ -49,6 +59,29 @@ class Task:
         """Name of the episode."""
         return f"{self.group_id}/{self.rollout_index}"
 
+    def turn_seed(self, number: int) -> int:
+        """Return the seed of the action of a turn, in an episode of one turn after the other."""
+        return derive_seed(self.sampling_seed, self.trajectory_id, self.attempt, number)
+
+    def call_seed(self, context_ids: Sequence[int], sibling: int) -> int:
+        """Return the seed of an action, in an episode whose calls may come in any order.
+
+        Args:
+            context_ids: tokens before the action.
+            sibling: number of earlier actions after these very tokens.
+        """
+        context = pack_integers(context_ids)
+        return derive_seed(self.sampling_seed, self.trajectory_id, self.attempt, "call", context, sibling)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """An action that is sampled in part, or in whole without an answer to it."""
+
+    completion: Completion
+    call: str = ""
+    """Name of the call that it will answer, unique in the episode. Empty: it is the one action that comes next."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveEpisode:
@@ -61,28 +94,8 @@ class LiveEpisode:
     """Last messages of the environment. None: unknown."""
     snapshot: str | None = None
     """Environment after the last turn, pickled, in base64. None: it is replayed."""
-    partial: Completion | None = None
-    """Tokens sampled of the next action, whole or in part."""
-
-
-S_co = TypeVar("S_co", bound=Sampler, covariant=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeContext(Generic[S_co]):
-    """Parts that all episodes of a pool share."""
-
-    engine: S_co
-    """Samples the actions."""
-    renderer: Renderer
-    """Converts between messages and tokens."""
-    config: RolloutConfig
-    """Limits and deadlines."""
-    clock: EngineClock = field(default_factory=EngineClock)
-    """Engine deadlines; stopped while the engine is paused."""
-
-
-_NOTHING = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORTED)
+    partials: tuple[Partial, ...] = ()
+    """Actions under way: in an environment one at most, in a program as many as it has calls that wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +168,8 @@ class Conversation:
         self._on_change = on_change
         self._state_key: str | None = None
         self._snapshot: str | None = None
-        self._completion: Completion | None = None
-        """Tokens sampled so far of the current action."""
+        self._action: Action | None = None
+        """Current action, as far as it is sampled."""
         self._message: Message | None = None
         """Current action, while it is executed."""
         self._before_end: LiveEpisode | None = None
@@ -216,7 +229,8 @@ class Conversation:
             return None
         self._record.check_observation(len(self.turns), dialogue.observation)
         limit = min(config.max_turn_tokens, budget, room)
-        completion = await self._sample(dialogue, limit)
+        self._action = action = self._next_action(dialogue, limit)
+        completion = await action.sample(self.context, name=self.name)
         self._message = message = self.context.renderer.parse(
             completion.token_ids, dialogue.context_ids, dialogue.tools
         )
@@ -252,7 +266,7 @@ class Conversation:
             self._record.check_end(number)
             self._before_end = self.live()  # resumed from here, the last action is executed again
         self.turns.append(turn)
-        self._completion = self._message = None
+        self._action = self._message = None
         self._state_key, self._snapshot = outcome.state_key, outcome.snapshot
         self._proceed(following)
         if is_new and self._on_change is not None:
@@ -271,14 +285,14 @@ class Conversation:
         if self._before_end is not None:
             return self._before_end
         played, recorded = len(self.turns), self._record.live
-        if played < len(recorded.turns) or (played == len(recorded.turns) and self._completion is None):
+        if played < len(recorded.turns) or (played == len(recorded.turns) and self._action is None):
             return recorded  # still being replayed
         return LiveEpisode(
             task=self.task,
             turns=tuple(self.turns),
             observation=None if self.dialogue is None else self.dialogue.observation,
             snapshot=self._snapshot,
-            partial=self._completion,
+            partials=() if self._action is None else (Partial(completion=self._action.completion),),
         )
 
     def trajectory(self, *, env_id: str, metrics: Mapping[str, float], gold_answer: str | None = None) -> Trajectory:
@@ -311,9 +325,9 @@ class Conversation:
 
     def _present_action(self) -> tuple[Dialogue, Completion, Message]:
         """Return the dialogue before the action being executed, its tokens and its message."""
-        if self.dialogue is None or self._completion is None or self._message is None:
+        if self.dialogue is None or self._action is None or self._message is None:
             raise RuntimeError("the policy has not acted")
-        return self.dialogue, self._completion, self._message
+        return self.dialogue, self._action.completion, self._message
 
     def _turn(self, outcome: Outcome) -> Turn:
         """Return the current action and its outcome as a turn."""
@@ -351,45 +365,17 @@ class Conversation:
         fault = Fault(kind="the first prompt is too long")
         return End(reason=StopReason.CONTEXT_OVERFLOW, truncated=True, error=words, fault=fault)
 
-    async def _sample(self, dialogue: Dialogue, max_tokens: int) -> Completion:
-        """Sample one action; if the engine was paused, continue it."""
-        context = self.context
-        task = self.task
+    def _next_action(self, dialogue: Dialogue, max_tokens: int) -> Action:
+        """Return the next action, with what was recorded of it."""
         number = len(self.turns)
-        prompt_ids = dialogue.context_ids
         begins = number == 0 or not dialogue.extends  # no token of this context was computed before
-        first = 0 if begins else len(prompt_ids) - len(dialogue.observation_ids) - 1
-        done = self._record.completion(number) or _NOTHING
-        if self._record.has_turn(number):
-            self._completion = done
-            return done
-        self._completion = done
-        while done.finish_reason is FinishReason.ABORTED:
-            sampling = Sampling(
-                max_tokens=max_tokens - len(done.token_ids),
-                stop_token_ids=context.renderer.stop_token_ids,
-                temperature=context.config.temperature,
-                seed=derive_seed(task.sampling_seed, task.trajectory_id, task.attempt, number),
-                drawn=len(done.token_ids),
-                experts_from=len(prompt_ids) + len(done.token_ids) - 1 if done.token_ids else first,
-            )
-            part = await self._generate(prompt_ids + done.token_ids, sampling)
-            self._completion = done = Completion(
-                token_ids=done.token_ids + part.token_ids,
-                logprobs=done.logprobs + part.logprobs,
-                versions=done.versions + part.versions,
-                finish_reason=part.finish_reason,
-                experts=done.experts + part.experts if done.experts or not done.token_ids else b"",
-            )
-        return done
-
-    async def _generate(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Completion:
-        timeout_s = self.context.config.engine_timeout_s
-        try:
-            async with self.context.clock.timeout(timeout_s):
-                return await self.context.engine.generate(prompt_ids, sampling, self.name)
-        except TimeoutError:
-            raise EngineError(f"no completion within rollout.engine_timeout_s: {timeout_s:g}") from None
+        return Action(
+            context_ids=dialogue.context_ids,
+            max_tokens=max_tokens,
+            seed=self.task.turn_seed(number),
+            experts_from=0 if begins else len(dialogue.context_ids) - len(dialogue.observation_ids) - 1,
+            completion=self._record.completion(number) or NOTHING,
+        )
 
 
 _COMPARED = ("observation", "reward", "state_key", "next_state_key", "action_key")
@@ -418,7 +404,8 @@ class RecordedEpisode:
     def completion(self, number: int) -> Completion | None:
         """Return the recorded action of a turn, whole or in part. None: there is none."""
         if not self.has_turn(number):
-            return self.live.partial if number == len(self.live.turns) else None
+            is_next = number == len(self.live.turns) and self.live.partials
+            return self.live.partials[0].completion if is_next else None
         turn = self.live.turns[number]
         return Completion(
             token_ids=turn.action_ids,
@@ -471,13 +458,13 @@ class RecordedEpisode:
 
     def check_end(self, number: int) -> None:
         """Raise ReplayError if the episode ends although more was recorded."""
-        if number + 1 < len(self.live.turns) or (number + 1 == len(self.live.turns) and self.live.partial is not None):
+        if number + 1 < len(self.live.turns) or (number + 1 == len(self.live.turns) and self.live.partials):
             raise ReplayError(f"replayed, it ends with turn {number}, and was recorded with more")
 
     def check_observation(self, number: int, observation: tuple[Message, ...]) -> None:
         """Raise ReplayError if the recorded action was started after other messages."""
         live = self.live
-        if live.partial is None or live.observation is None or number != len(live.turns):
+        if not live.partials or live.observation is None or number != len(live.turns):
             return
         if observation != live.observation:
             raise ReplayError(

@@ -2,7 +2,7 @@
 
 From the inside out: `reset`, `step` and `restore` call into an environment and return an `EnvReply` or raise an EnvError;
 `EnvThread` runs such calls on one thread with a deadline each, admitted by a `Gate`; `EnvDriver` plays a conversation with
-them; `Environments` makes environments and keeps idle threads.
+them.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -540,43 +540,3 @@ class EnvDriver:
         """Return the finished episode."""
         metrics = {key: float(value) for key, value in self.info.items() if is_number(value)} | {"env_s": self._env_s}
         return self.conversation.trajectory(env_id=self.name, metrics=metrics, gold_answer=self.gold_answer)
-
-
-class Environments:
-    """Makes environments, each on a thread of its own, and keeps idle threads."""
-
-    def __init__(self, make: MakeEnv) -> None:
-        self.make = make
-        self.stages: Sequence[MakeEnv] = ()
-        """Factory for each entry of `env.schedule`, in their order."""
-        self.is_reused = False
-        """Environments play several episodes: set if `reset` is proven to forget earlier ones."""
-        self._idle: list[EnvThread] = []
-        self._lost: list[EnvThread] = []
-
-    def make_for(self, stage: int) -> MakeEnv:
-        """Return the factory for an entry of the schedule, from 1. 0: no entry."""
-        return self.stages[stage - 1] if stage else self.make
-
-    def take(self) -> EnvThread:
-        """Return a thread: an idle one, with its environment, or a new one."""
-        return self._idle.pop() if self._idle else EnvThread()
-
-    def give_back(self, thread: EnvThread) -> None:
-        """Keep an idle thread."""
-        self._idle.append(thread)
-
-    def abandon(self, thread: EnvThread) -> int:
-        """Let a lost thread end when its call returns, if ever; return the number of lost threads that still run."""
-        thread.close()
-        self._lost = [lost for lost in [*self._lost, thread] if lost.is_alive]
-        return len(self._lost)
-
-    def close(self) -> None:
-        """Close the idle environments and those of cancelled calls, and wait for their threads."""
-        idle, self._idle = self._idle, []
-        for thread in idle:
-            thread.close()
-        deadline = time.monotonic() + CLOSING_S
-        for thread in [*idle, *(lost for lost in self._lost if not lost.is_hanging)]:
-            thread.join(timeout_s=max(0.0, deadline - time.monotonic()))

@@ -1,20 +1,23 @@
 """One episode in an environment: make it, reset it or restore it, play to the end, close it.
 
-`Branches` forks further rollouts from an episode's turns, to estimate what each turn was worth.
+`Branches` forks further rollouts from an episode's turns, to estimate what each turn was worth. `EnvPlayer` plays many
+episodes, each on a thread of its own.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
 from agentrl.chat import Dialogue
 from agentrl.engine import Sampler
 from agentrl.env import base_env, close_env
-from agentrl.errors import EngineError, EnvError
-from agentrl.rollout.conversation import Conversation, End, EpisodeContext, LiveEpisode, Task
+from agentrl.errors import EngineError, EnvError, EnvironmentFailure
+from agentrl.rollout.conversation import Conversation, End, LiveEpisode, Task
 from agentrl.rollout.env_driver import (
+    CLOSING_S,
     Env,
     EnvDriver,
     EnvReply,
@@ -25,8 +28,13 @@ from agentrl.rollout.env_driver import (
     reset,
     restore,
 )
+from agentrl.rollout.player import Listeners
+from agentrl.rollout.sample_action import EpisodeContext
 from agentrl.rollout.tasks import derive_seed
 from agentrl.types import StopReason, Trajectory
+
+_MAX_LOST = 4
+"""Hanging environment threads per live episode beyond which a run stops."""
 
 
 class Branches:
@@ -206,3 +214,101 @@ class Episode:
         reply, dialogue = await driver.call("its snapshot", resume)
         driver.record_reset(reply)
         conversation.resume(dialogue)
+
+
+class EnvPlayer:
+    """Plays episodes in environments, each on a thread of its own, and keeps idle threads."""
+
+    def __init__(self, make: MakeEnv, *, stages: Sequence[MakeEnv] = ()) -> None:
+        """Make no environment yet.
+
+        Args:
+            make: makes the environment of one episode.
+            stages: make it with each entry of `env.schedule`, in their order.
+        """
+        self.make = make
+        self.stages = stages
+        self.is_reused = False
+        """Environments play several episodes: set if `reset` is proven to forget earlier ones."""
+        self._idle: list[EnvThread] = []
+        self._lost: list[EnvThread] = []
+
+    def new(
+        self, start: LiveEpisode, *, context: EpisodeContext[Sampler], listeners: Listeners, fork: bool = False
+    ) -> "EnvPlay":
+        """Return an episode, on a thread that no other one has; see `Player.new`."""
+        thread = self._idle.pop() if self._idle else EnvThread()
+        episode = Episode(
+            start.task,
+            context=context,
+            thread=thread,
+            fork=fork,
+            recorded=start,
+            on_change=listeners.on_change,
+            on_fault=listeners.on_fault,
+        )
+        return EnvPlay(player=self, episode=episode, thread=thread, start=start, context=context, listeners=listeners)
+
+    def make_for(self, stage: int) -> MakeEnv:
+        """Return the factory for an entry of the schedule, from 1. 0: no entry."""
+        return self.stages[stage - 1] if stage else self.make
+
+    def keep(self, thread: EnvThread) -> None:
+        """Keep an idle thread, with its environment."""
+        self._idle.append(thread)
+
+    def abandon(self, thread: EnvThread) -> int:
+        """Let a lost thread end when its call returns, if ever; return the number of lost threads that still run."""
+        thread.close()
+        self._lost = [lost for lost in [*self._lost, thread] if lost.is_alive]
+        return len(self._lost)
+
+    def close(self) -> None:
+        """Close the idle environments and those of cancelled calls, and wait for their threads."""
+        idle, self._idle = self._idle, []
+        for thread in idle:
+            thread.close()
+        deadline = time.monotonic() + CLOSING_S
+        for thread in [*idle, *(lost for lost in self._lost if not lost.is_hanging)]:
+            thread.join(timeout_s=max(0.0, deadline - time.monotonic()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvPlay:
+    """An episode of an `EnvPlayer`, and the thread that it holds."""
+
+    player: EnvPlayer
+    episode: Episode
+    thread: EnvThread
+    start: LiveEpisode
+    context: EpisodeContext[Sampler]
+    listeners: Listeners
+
+    async def play(self) -> Trajectory:
+        """Play to the end, and give the thread back; see `Play.play`."""
+        try:
+            return await self.episode.play(self.player.make_for(self.start.task.stage), reuses=self.player.is_reused)
+        finally:
+            if self.thread.is_lost:
+                self._abandon()
+            else:
+                self.player.keep(self.thread)
+
+    def live(self) -> LiveEpisode:
+        """Return the state of the episode."""
+        return self.episode.live()
+
+    def _abandon(self) -> None:
+        """Abandon a thread that hangs in an environment.
+
+        Raises:
+            EnvironmentFailure: when too many hang.
+        """
+        self.listeners.on_count("lost_threads")
+        config = self.context.config
+        if (num_lost := self.player.abandon(self.thread)) > _MAX_LOST * config.max_live_episodes:
+            raise EnvironmentFailure(
+                f"{num_lost} threads hang in calls of environments that missed rollout.env_timeout_s: "
+                f"{config.env_timeout_s:g} s and never came back. Give what may hang a deadline of its own, or a "
+                "subprocess"
+            )

@@ -11,8 +11,8 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from agentrl.data.files import numbered, parse, read_bytes, sealed, unsealed
 from agentrl.errors import ConfigError
-from agentrl.rollout.conversation import Task
-from agentrl.types import Completion, Message, Trajectory, Turn
+from agentrl.rollout.conversation import Partial, Task
+from agentrl.types import Message, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +45,14 @@ class Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupted:
-    """An episode was interrupted, or has sampled its last action."""
+    """An episode was interrupted, or has sampled its last action whole."""
 
     kind: Literal["held"] = "held"
     task: Task
     observation: tuple[Message, ...] | None
     """Last messages of the environment."""
-    partial: Completion
-    """Tokens sampled so far of the next action."""
+    partials: tuple[Partial, ...]
+    """Tokens sampled so far of the actions under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,55 +4,43 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from agentrl.engine import Engine
 from agentrl.engine.base import retry_wait_s
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.conversation import EpisodeContext, LiveEpisode, Task
-from agentrl.rollout.env_driver import Environments, EnvThread, MakeEnv
-from agentrl.rollout.episode import Episode
+from agentrl.rollout.conversation import LiveEpisode, Task
 from agentrl.rollout.faults import EngineClock
 from agentrl.rollout.journal import Journal
+from agentrl.rollout.player import Listeners, Play, Player
+from agentrl.rollout.sample_action import EpisodeContext
 from agentrl.rollout.stream import TaskStream, group_tasks, make_group
 from agentrl.rollout.tasks import EnvTask, Tasks
 from agentrl.types import Sampling, StopReason, TaskShard, Trajectory, TrajectoryGroup
 
 _FIRST_WAIT_S = 1.0
 """Wait before an episode's second retry; doubles each time, up to a minute. The first retry is made at once."""
-_MAX_LOST = 4
-"""Hanging environment threads per live episode beyond which a run stops."""
 _LAST_PAUSE_S = 10.0
 """Deadline for the engine to return partial actions after `collect` has failed or was interrupted."""
 _TICK_S = 0.02
 """Interval of the measurements of the event loop's lag."""
 
 
-@dataclass(slots=True)
-class _Slot:
-    """Room for one live episode; episodes use it one after the other."""
-
-    thread: EnvThread
-    """Replaced if it hangs in an environment."""
-
-
 class RolloutPool:
-    """Plays up to `max_live_episodes` episodes at once, each environment on a thread of its own.
+    """Plays up to `max_live_episodes` episodes at once.
 
     Between two calls of `collect` the engine is paused and unfinished episodes wait; with `mode: async` they continue.
 
-    An episode whose environment failed is restarted with a fresh one; one whose engine failed resumes. An episode that
-    keeps failing is returned as failed, and a group with fewer than two valid episodes is replaced by a new task.
-    `counts` counts all of it.
+    An episode whose player failed is restarted; one whose engine failed resumes. An episode that keeps failing is returned
+    as failed, and a group with fewer than two valid episodes is replaced by a new task. `counts` counts all of it.
     """
 
     def __init__(
         self,
         *,
-        make_env: MakeEnv,
+        player: Player,
         context: EpisodeContext[Engine],
         tasks: Tasks,
         fork: bool = False,
@@ -63,7 +51,7 @@ class RolloutPool:
         """Take the parts.
 
         Args:
-            make_env: makes the environment of one episode.
+            player: plays the episodes; it is closed with the pool.
             context: parts that all episodes share.
             tasks: tasks of the run; their seed also fixes the sampling seeds.
             fork: fork rollouts from every episode's turns (see `RolloutConfig.branches`).
@@ -76,14 +64,16 @@ class RolloutPool:
         self.shard = shard or TaskShard(context.config.num_groups)
         self._fork = fork
         self._on_fault = on_fault
-        self._own = self.environments = Environments(make_env)
+        self._own: Player | None = player
+        """Player to close with the pool. None: it is another pool's."""
+        self._player = player
         self._engine = context.engine
         self._config = context.config
         self._clock = context.clock
         self._stream = TaskStream(context.config, tasks=tasks, shard=self.shard, journal=journal)
         self._is_paused = False
         self._failures_in_a_row = 0
-        self._live: dict[str, Episode] = {}
+        self._live: dict[str, Play] = {}
         """Episodes of the stream that are being played, by trajectory id."""
         self._runners: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -92,13 +82,16 @@ class RolloutPool:
         """Largest lag of the event loop during the last `collect`, in seconds."""
 
     def with_config(
-        self, config: RolloutConfig, *, environments: Environments | None = None, tasks: Tasks | None = None
+        self, config: RolloutConfig, *, player: Player | None = None, tasks: Tasks | None = None
     ) -> "RolloutPool":
-        """Return another pool on the same engine with another config; by default with the same environments and tasks."""
+        """Return another pool on the same engine with another config; by default with the same player and tasks.
+
+        It closes no player.
+        """
         context = replace(self.context, config=config, clock=EngineClock())
-        environments, tasks = environments or self.environments, tasks or self.tasks
-        pool = RolloutPool(make_env=environments.make, context=context, tasks=tasks, on_fault=self._on_fault)
-        pool.environments = environments
+        player, tasks = player or self._player, tasks or self.tasks
+        pool = RolloutPool(player=player, context=context, tasks=tasks, on_fault=self._on_fault)
+        pool._own = None
         return pool
 
     @property
@@ -162,7 +155,7 @@ class RolloutPool:
         for _ in range(3):  # a completion passes from the request to the caller to the episode
             await asyncio.sleep(0)
         for live in [episode.live() for episode in self._live.values()]:
-            if live.partial is not None:
+            if live.partials:
                 self._stream.record_progress(live)
         self._stream.flush()
 
@@ -208,8 +201,9 @@ class RolloutPool:
         self._stream.drop_old_journal()
 
     def close(self) -> None:
-        """Close environments, threads and the journal."""
-        self._own.close()
+        """Close the player and the journal."""
+        if self._own is not None:
+            self._own.close()
         self._stream.close()
 
     async def _complete(self) -> list[TrajectoryGroup]:
@@ -262,14 +256,10 @@ class RolloutPool:
 
     async def _run_stream(self, episode: LiveEpisode | None) -> None:
         """Play episodes of the training stream one after the other."""
-        slot = self._new_slot()
-        try:
-            while episode is not None:
-                self._stream.record_end(await self._finish(episode, slot, live=self._live))
-                self._changed.set()
-                episode = self._stream.next(version=self._engine.version)
-        finally:
-            self._leave(slot)
+        while episode is not None:
+            self._stream.record_end(await self._finish(episode, live=self._live))
+            self._changed.set()
+            episode = self._stream.next(version=self._engine.version)
 
     def _on_runner_done(self, runner: "asyncio.Task[None]") -> None:
         self._runners.discard(runner)
@@ -279,17 +269,13 @@ class RolloutPool:
 
     async def _run(self, queue: deque[Task], done: dict[str, list[Trajectory]]) -> None:
         """Play episodes of the queue one after the other."""
-        slot = self._new_slot()
-        try:
-            while queue:
-                trajectory = await self._finish(LiveEpisode(task=queue.popleft()), slot)
-                done[trajectory.group_id].append(trajectory)
-        finally:
-            self._leave(slot)
+        while queue:
+            trajectory = await self._finish(LiveEpisode(task=queue.popleft()))
+            done[trajectory.group_id].append(trajectory)
 
-    async def _finish(self, start: LiveEpisode, slot: _Slot, *, live: dict[str, Episode] | None = None) -> Trajectory:
+    async def _finish(self, start: LiveEpisode, *, live: dict[str, Play] | None = None) -> Trajectory:
         """Play an episode to its end, retrying failures; list it in `live` meanwhile."""
-        trajectory, reached = await self._play_one(start, slot, live)
+        trajectory, reached = await self._play_one(start, live)
         for retry in range(self._config.max_retries):
             if not trajectory.stop_reason.is_fault:
                 break  # a first prompt that is too long stays too long
@@ -301,64 +287,31 @@ class RolloutPool:
                 start = reached
             else:
                 start = LiveEpisode(task=replace(start.task, attempt=start.task.attempt + 1))
-            trajectory, reached = await self._play_one(start, slot, live)
+            trajectory, reached = await self._play_one(start, live)
         name = "unscored" if trajectory.stop_reason is StopReason.UNSCORED else "failed"
         self._stream.counts[f"{name}_episodes"] += trajectory.failed
         self._break_off_after_failures(trajectory)
         return trajectory
 
-    async def _play_one(
-        self, start: LiveEpisode, slot: _Slot, live: dict[str, Episode] | None
-    ) -> tuple[Trajectory, LiveEpisode]:
+    async def _play_one(self, start: LiveEpisode, live: dict[str, Play] | None) -> tuple[Trajectory, LiveEpisode]:
         """Play an episode; return it and its state at the end."""
-        if slot.thread.is_lost:
-            self._abandon(slot.thread)
-            slot.thread = EnvThread()
-        episode = Episode(
-            start.task,
-            context=self.context,
-            thread=slot.thread,
-            fork=self._fork,
-            recorded=start,
-            on_change=None if live is None else self._stream.record_progress,
-            on_fault=self._note_fault,
-        )
-        make_env = self.environments.make_for(start.task.stage)
-        play = partial(episode.play, make_env, reuses=self.environments.is_reused)
+        on_change = None if live is None else self._stream.record_progress
+        listeners = Listeners(on_change=on_change, on_fault=self._note_fault, on_count=self._count)
+        episode = self._player.new(start, context=self.context, listeners=listeners, fork=self._fork)
         if live is None:
-            return await play(), start
+            return await episode.play(), start
         live[start.task.trajectory_id] = episode
         try:
-            return await play(), episode.live()
+            return await episode.play(), episode.live()
         finally:
             del live[start.task.trajectory_id]
 
     def _note_fault(self, trajectory: Trajectory) -> None:
-        self._stream.counts["faults"] += 1
+        self._count("faults")
         self._on_fault(trajectory)
 
-    def _new_slot(self) -> _Slot:
-        return _Slot(self.environments.take())
-
-    def _leave(self, slot: _Slot) -> None:
-        if slot.thread.is_lost:
-            self._abandon(slot.thread)
-        else:
-            self.environments.give_back(slot.thread)
-
-    def _abandon(self, thread: EnvThread) -> None:
-        """Abandon a thread that hangs in an environment.
-
-        Raises:
-            EnvironmentFailure: when too many hang.
-        """
-        self._stream.counts["lost_threads"] += 1
-        if (num_lost := self.environments.abandon(thread)) > _MAX_LOST * self._config.max_live_episodes:
-            raise EnvironmentFailure(
-                f"{num_lost} threads hang in calls of environments that missed rollout.env_timeout_s: "
-                f"{self._config.env_timeout_s:g} s and never came back. Give what may hang a deadline of its own, or a "
-                "subprocess"
-            )
+    def _count(self, name: str) -> None:
+        self._stream.counts[name] += 1
 
     def _break_off_after_failures(self, trajectory: Trajectory) -> None:
         """Raise if too many episodes in a row failed in spite of their retries.

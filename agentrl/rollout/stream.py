@@ -159,14 +159,17 @@ class TaskStream:
         return self._take_out(self._start(started))
 
     def record_progress(self, live: LiveEpisode) -> None:
-        """Record that an episode finished a turn, or a part of its next action."""
-        task, observation = live.task, live.observation
-        if live.partial is None:
-            turn, shared = shorten(live.turns[-1], live.turns[:-1])
-            snapshot = live.snapshot
+        """Record that an episode finished turns, or else parts of its next actions."""
+        task, observation, turns = live.task, live.observation, live.turns
+        before = self._playing[task.trajectory_id]
+        num_known = len(before.turns) if before.task.attempt == task.attempt else 0
+        for number in range(num_known, len(turns)):
+            turn, shared = shorten(turns[number], turns[:number])
+            snapshot = live.snapshot if number == len(turns) - 1 else None
             self._write(Played(task=task, turn=turn, shared=shared, observation=observation, snapshot=snapshot))
-        elif live.partial.token_ids:
-            self._write(Interrupted(task=task, observation=observation, partial=live.partial))
+        begun = tuple(partial for partial in live.partials if partial.completion.token_ids)
+        if begun and num_known == len(turns):
+            self._write(Interrupted(task=task, observation=observation, partials=begun))
         self._playing[task.trajectory_id] = live
 
     @property
@@ -189,8 +192,9 @@ class TaskStream:
 
     def _put(self, trajectory: Trajectory) -> None:
         played = len(self._playing.pop(trajectory.trajectory_id).turns)
-        if any(turn.branch_rewards is not None for turn in trajectory.turns):
-            played = 0  # the recorded turns lack the rewards of their forks
+        has_forks = any(turn.branch_rewards is not None for turn in trajectory.turns)
+        if has_forks or any(turn.parent is not None for turn in trajectory.turns[played:]):
+            played = 0  # recorded turns lack the rewards of their forks; parents are numbers of the whole
         if not trajectory.failed:
             rest, shared = trajectory.turns[played:], 0
             if rest:
@@ -396,14 +400,19 @@ class TaskStream:
                 self._start(event)
             case Played(task=task, turn=turn, shared=shared, observation=observation, snapshot=snapshot):
                 before = self._waiting(task.trajectory_id)
-                played = before.turns if before.task.attempt == task.attempt else ()
-                turns = (*played, lengthen(turn, played, shared))
-                after = LiveEpisode(task=task, turns=turns, observation=observation, snapshot=snapshot)
+                known = before if before.task.attempt == task.attempt else LiveEpisode(task=task)
+                after = LiveEpisode(
+                    task=task,
+                    turns=(*known.turns, lengthen(turn, known.turns, shared)),
+                    observation=observation,
+                    snapshot=snapshot,
+                    partials=tuple(partial for partial in known.partials if partial.call != turn.call),
+                )
                 self._replace(before, after)
-            case Interrupted(task=task, observation=observation, partial=partial):
+            case Interrupted(task=task, observation=observation, partials=partials):
                 before = self._waiting(task.trajectory_id)
                 after = before if before.task.attempt == task.attempt else LiveEpisode(task=task)
-                self._replace(before, replace(after, observation=observation, partial=partial))
+                self._replace(before, replace(after, observation=observation, partials=partials))
             case Ended(trajectory=rest, played=num_played, shared=shared):
                 group = self._groups[rest.group_id]
                 if any(t.trajectory_id == rest.trajectory_id for t in group.done):

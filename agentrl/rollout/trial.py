@@ -7,10 +7,11 @@ from agentrl.chat import Renderer
 from agentrl.env import EnvDescription, base_env, close_env, describe
 from agentrl.errors import EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.conversation import EpisodeContext, Task
+from agentrl.rollout.conversation import Task
 from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.rollout.episode import Episode
 from agentrl.rollout.faults import RaisedError
+from agentrl.rollout.sample_action import EpisodeContext
 from agentrl.rollout.tasks import Tasks
 from agentrl.types import Completion, FinishReason, Sampling, Split, StopReason
 

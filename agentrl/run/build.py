@@ -142,7 +142,7 @@ def _build(
     )
     _close_with(stack, runner, pool)
     learner, signals, layout_warning = _build_trained(recipe, env, credit, loaded, renderer, accelerator)
-    own = EvaluationEnv(name="", environments=pool.environments, tasks=env.tasks, has_tools=has_tools)
+    own = EvaluationEnv(name="", player=env.player, tasks=env.tasks, has_tools=has_tools)
     warnings = [
         *limits,
         lack,

@@ -16,7 +16,7 @@ def evaluate(parts: Parts) -> dict[str, Evaluation]:
     recipe, found = parts.recipe, {}
     config = recipe.rollout.model_copy(update={"temperature": recipe.evaluation.temperature})
     for env in parts.evaluation_envs:
-        pool = parts.pool.with_config(config, environments=env.environments, tasks=env.tasks)
+        pool = parts.pool.with_config(config, player=env.player, tasks=env.tasks)
         playing = play_evaluation(pool, recipe.evaluation, shard=parts.pool.shard, prefix=env.prefix)
         try:
             groups = sampled_by_all(parts.pool, parts.runner, playing)

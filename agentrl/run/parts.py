@@ -39,7 +39,7 @@ from agentrl.policy.layout import check_head, choose_layout
 from agentrl.policy.lora import add_lora, find_layers, round_frozen
 from agentrl.policy.model import Policy, check_dropout, load_pretrained, make_local_model
 from agentrl.policy.sharded_checkpoint import load_sharded, small_like
-from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks, describe_env
+from agentrl.rollout import EnvPlayer, EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks, describe_env
 from agentrl.rollout.demonstrations import Demonstration, demonstrations, read_dialogues
 from agentrl.rollout.env_driver import Environments, MakeEnv
 from agentrl.rollout.evaluation import EvaluationConfig
@@ -56,8 +56,8 @@ class EnvPart:
 
     make: MakeEnv
     """Makes one with `env.options` alone."""
-    stages: tuple[MakeEnv, ...] = ()
-    """Make one with each entry of `env.schedule`, in their order."""
+    player: EnvPlayer
+    """Plays episodes in it."""
     description: EnvDescription
     tasks: Tasks
 
@@ -86,7 +86,7 @@ class EvaluationEnv:
 
     name: str
     """Part of the names of its metrics, `eval/NAME/...`. Empty: the only one, with metrics `eval/...`."""
-    environments: Environments
+    player: EnvPlayer
     tasks: Tasks
     has_tools: bool
 
@@ -165,7 +165,8 @@ def build_env(
         hashes=own.task_hashes,
         stages=tuple(stages),
     )
-    return EnvPart(make=config.make, stages=tuple(makers), description=own, tasks=tasks)
+    player = EnvPlayer(config.make, stages=makers)
+    return EnvPart(make=config.make, player=player, description=own, tasks=tasks)
 
 
 @contextmanager
@@ -197,11 +198,9 @@ def build_evaluation_envs(
             tasks.evaluation(1)
         except UserError as error:
             raise type(error)(f"evaluation.env{f'.{name}' if name else ''}: {error}") from error
-        environments = Environments(env.make)
-        stack.callback(environments.close)
-        found.append(
-            EvaluationEnv(name=name, environments=environments, tasks=tasks, has_tools=bool(description.tools))
-        )
+        player = EnvPlayer(env.make)
+        stack.callback(player.close)
+        found.append(EvaluationEnv(name=name, player=player, tasks=tasks, has_tools=bool(description.tools)))
     return tuple(found)
 
 
@@ -417,8 +416,8 @@ def build_pool(
         journal: keeps the samples, for a run that is killed.
         on_fault: called with each episode whose environment failed.
     """
-    pool = RolloutPool(
-        make_env=env.make,
+    return RolloutPool(
+        player=env.player,
         context=EpisodeContext(engine=engine, renderer=renderer, config=config),
         tasks=env.tasks,
         fork=fork,
@@ -426,8 +425,6 @@ def build_pool(
         journal=journal,
         on_fault=on_fault,
     )
-    pool.environments.stages = env.stages
-    return pool
 
 
 def build_policy(

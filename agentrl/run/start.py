@@ -160,15 +160,13 @@ def _prepare(parts: Parts) -> Preparation:
         fork=reads_branches(parts.credit),
     )
     runner.run(trial)
-    for place, make_env in enumerate(parts.pool.environments.stages):
+    for place, make_env in enumerate(parts.env.player.stages):
         tasks = parts.pool.tasks.for_stage(place + 1)
         trial = try_environment(make_env=make_env, renderer=renderer, config=recipe.rollout, tasks=tasks)
         with naming_stage(place):
             runner.run(trial)
     for env in parts.evaluation_envs if recipe.evaluation.env else ():
-        trial = try_environment(
-            make_env=env.environments.make, renderer=renderer, config=recipe.rollout, tasks=env.tasks
-        )
+        trial = try_environment(make_env=env.player.make, renderer=renderer, config=recipe.rollout, tasks=env.tasks)
         runner.run(trial)
     announce("proving that engine and trainer agree")
     parts.weight_sync.verify_and_push(0)
@@ -208,16 +206,16 @@ def _look_for_shared_tasks(parts: Parts, prepared: Preparation) -> None:
 
 def reuse_environments(parts: Parts) -> str | None:
     """Let environments play one episode after the other if `reset` is proven to forget; return a warning if it is slow."""
-    rollout, pool = parts.recipe.rollout, parts.pool
-    proof = parts.runner.run(prove_reset(pool.environments.make, pool.tasks, timeout_s=rollout.env_timeout_s))
+    rollout, pool, player = parts.recipe.rollout, parts.pool, parts.env.player
+    proof = parts.runner.run(prove_reset(player.make, pool.tasks, timeout_s=rollout.env_timeout_s))
     flaws = [proof.flaw]
-    for stage, make_env in enumerate(pool.environments.stages, 1):
+    for stage, make_env in enumerate(player.stages, 1):
         found = parts.runner.run(prove_reset(make_env, pool.tasks.for_stage(stage), timeout_s=rollout.env_timeout_s))
         flaws.append(found.flaw)
-    pool.environments.is_reused = not any(flaws)
+    player.is_reused = not any(flaws)
     for env in parts.evaluation_envs if parts.recipe.evaluation.env else ():
-        found = parts.runner.run(prove_reset(env.environments.make, env.tasks, timeout_s=rollout.env_timeout_s))
-        env.environments.is_reused = found.flaw is None
+        found = parts.runner.run(prove_reset(env.player.make, env.tasks, timeout_s=rollout.env_timeout_s))
+        env.player.is_reused = found.flaw is None
     return proof.warning(live=rollout.max_live_episodes)
 
 

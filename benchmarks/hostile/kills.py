@@ -16,7 +16,7 @@ import yaml
 
 from agentrl import ToolEnv, tool
 from agentrl.chat import ChatMLRenderer, train_tokenizer
-from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
+from agentrl.rollout import EnvPlayer, EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.rollout.journal import Ended, Event, Interrupted, Played
 from agentrl.rollout.stream import TaskStream
 from agentrl.testing import ScriptedEngine
@@ -82,7 +82,7 @@ def _pool(mode: Any, env: str, salt: int, folder: Path) -> RolloutPool:
         max_retries=1,
     )
     return RolloutPool(
-        make_env=partial(Counter, **ENVS[env]),
+        player=EnvPlayer(partial(Counter, **ENVS[env])),
         context=EpisodeContext(engine=ScriptedEngine(script, logprob=-1.0 - salt), renderer=renderer, config=config),
         tasks=Tasks(seed=0),
         journal=Journal(folder),
@@ -180,7 +180,9 @@ def _sampled(state: dict[str, Any], mode: Any, events: Iterable[Event]) -> dict[
         for live in group.waiting:
             name = live.task.trajectory_id
             turns[name], attempts[name] = [turn.action_ids for turn in live.turns], live.task.attempt
-            partials |= {name: live.partial.token_ids} if live.partial and live.partial.token_ids else {}
+            for each in live.partials:  # of an environment: one at most
+                if each.completion.token_ids:
+                    partials[name] = each.completion.token_ids
     for event in events:
         if isinstance(event, Played | Interrupted):
             name = event.task.trajectory_id
@@ -190,7 +192,8 @@ def _sampled(state: dict[str, Any], mode: Any, events: Iterable[Event]) -> dict[
             if isinstance(event, Played):
                 turns.setdefault(name, []).append(event.turn.action_ids)
             else:
-                partials[name] = event.partial.token_ids
+                (under_way,) = event.partials
+                partials[name] = under_way.completion.token_ids
         elif isinstance(event, Ended):
             name = event.trajectory.trajectory_id
             turns[name] = [*turns.get(name, [])[: event.played], *(turn.action_ids for turn in event.trajectory.turns)]

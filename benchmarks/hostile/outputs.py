@@ -15,7 +15,7 @@ from agentrl.env import make_env
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records, records
 from agentrl.report.terminal import Console, render
-from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
+from agentrl.rollout import EnvPlayer, EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.testing import ScriptedEngine
 from agentrl.types import StopReason
 from benchmarks.hostile.cases import CaseCounts, attempt
@@ -216,7 +216,7 @@ def play(texts: Sequence[str], folder: Path, env: str, *, with_template: bool) -
     make = partial(make_env, env)
     engine = ScriptedEngine(script)
     pool = RolloutPool(
-        make_env=make,
+        player=EnvPlayer(make),
         context=EpisodeContext(engine=engine, renderer=renderer, config=config),
         tasks=Tasks(seed=0),
         journal=Journal(folder / "journal"),

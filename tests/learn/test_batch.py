@@ -8,8 +8,10 @@ import pytest
 from agentrl.credit import Credit
 from agentrl.errors import CreditError
 from agentrl.learn.batch import make_batch
-from agentrl.learn.tokens import TokenBatch, rows_of, with_end
-from tests.support.trajectories import FORKED, batch_of, some, trajectory, turn
+from agentrl.learn.tokens import TokenBatch, rows_of, with_end, with_ends_of_turns
+from agentrl.policy.layout.tree import plan_tree
+from agentrl.types import context_of
+from tests.support.trajectories import FORKED, batch_of, some, trajectory, turn, with_parents, without_parents
 
 
 def test_a_row_holds_all_tokens_and_the_mask_those_that_were_sampled() -> None:
@@ -106,6 +108,70 @@ def test_a_row_with_its_end_is_read_after_its_last_token_as_well() -> None:
     assert tokens.turn_T.tolist() == [0, 0, 1, 2, 3, 3, 4, 0, 1]
     (silent,) = with_end(rows_of([turn([20, 21, 22], [])]))
     assert (silent.positions_T.tolist(), silent.turn_T.tolist()) == ([3], [0])
+
+
+SEVERAL = with_parents([None, None, 0, 1, 0, 2, 3, 4])
+"""Two agents, 0 2 5 and 1 3 6, and a fork from 0, 4 7."""
+
+
+def test_agents_that_take_turns_have_a_row_each_and_so_has_a_fork_with_the_context_it_continues() -> None:
+    rows = rows_of(SEVERAL.turns)
+    assert [sorted(set(row.turn_T.tolist())) for row in rows] == [[0, 2, 5], [1, 3, 6], [4, 7]]
+    for row, last in zip(rows, (5, 6, 7), strict=True):
+        assert tuple(row.ids_L.tolist()) == context_of(SEVERAL.turns, last) + SEVERAL.turns[last].action_ids
+    assert plan_tree([row.ids_L for row in rows]).num_tokens == sum(
+        len(turn.observation_ids) + len(turn.action_ids) for turn in SEVERAL.turns
+    )
+
+
+def test_a_fork_takes_the_experts_of_the_turns_that_it_continues() -> None:
+    told = [replace(turn, experts=bytes([number])) for number, turn in enumerate(SEVERAL.turns)]
+    *_, row = rows_of(told)
+    starts = [0, len(context_of(told, 0)) + len(told[0].action_ids) - 1]
+    starts.append(starts[1] + len(told[4].observation_ids) + len(told[4].action_ids))
+    assert row.experts == tuple(zip(starts, [b"\x00", b"\x04", b"\x07"], strict=True))
+
+
+def test_tokens_come_in_the_order_of_the_turns_whatever_row_they_lie_in() -> None:
+    batch = TokenBatch.from_trajectories([FORKED, SEVERAL])
+    turns = [*FORKED.turns, *SEVERAL.turns]
+    contexts = [context_of(t.turns, number) for t in (FORKED, SEVERAL) for number in range(len(t.turns))]
+    expected = [
+        (*context, *turn.action_ids[: k + 1])
+        for context, turn in zip(contexts, turns, strict=True)
+        for k in range(len(turn.action_ids))
+    ]
+    found = [
+        (*batch.rows[row][: position + 1].tolist(), target)
+        for row, position, target in zip(batch.row_T, batch.position_T, batch.target_T, strict=True)
+    ]
+    assert found == expected
+    assert batch.turn_T.tolist() == [k for t in (FORKED, SEVERAL) for k, u in enumerate(t.turns) for _ in u.action_ids]
+
+
+def test_the_end_of_a_trajectory_is_that_of_its_last_turn_in_whatever_row() -> None:
+    shorter = replace(SEVERAL, turns=SEVERAL.turns[:6])  # the last turn, 5, is in the first row
+    for rows in (with_end(rows_of(shorter.turns)), with_ends_of_turns(rows_of(shorter.turns))):
+        assert [
+            len(row.positions_T) - len(plain.positions_T)
+            for row, plain in zip(rows, rows_of(shorter.turns), strict=True)
+        ] in ([1, 0, 0], [2, 2, 1])
+    tokens = TokenBatch.from_rows([with_end(rows_of(shorter.turns))], group_ids=["a"])
+    assert (tokens.row_T[-1], tokens.target_T[-1], tokens.turn_T[-1]) == (0, 0, 6)
+    assert tokens.position_T[-1] == len(context_of(shorter.turns, 5)) + len(shorter.turns[5].action_ids) - 1
+
+
+def test_parents_change_no_column_of_a_batch() -> None:
+    credit = Credit.from_tokens(
+        SEVERAL, np.arange(SEVERAL.num_action_tokens), keep_T=np.arange(SEVERAL.num_action_tokens) % 3 > 0
+    )
+    one, other = (batch_of([t], [credit]) for t in (SEVERAL, without_parents(SEVERAL)))
+    assert len(one.tokens.rows) == 3
+    assert len(other.tokens.rows) == 8
+    assert one.tokens.target_T.tolist() == other.tokens.target_T.tolist()
+    for field in fields(one.columns):
+        found, expected = getattr(one.columns, field.name), getattr(other.columns, field.name)
+        assert (found is expected is None) or found.tolist() == expected.tolist()
 
 
 def columns_of(tokens: TokenBatch) -> list[list[int]]:

@@ -39,7 +39,7 @@ from tests.support.interrupts import After, run_with
 from tests.support.learners import make_learner, weights
 from tests.support.played import contexts
 from tests.support.tallies import make_tally
-from tests.support.trajectories import batch_of, some_groups
+from tests.support.trajectories import batch_of, some_groups, with_parents, without_parents
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 GROUPS = some_groups([4, 4, 4])
@@ -81,6 +81,21 @@ def test_an_update_equals_a_plain_loop_over_trajectories(layout: Layout) -> None
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
     assert metrics["grad_norm"] == pytest.approx(float(grad_norm), rel=1e-5)
     assert (moved < 1e-5).double().mean() > 0.999
+
+
+@pytest.mark.parametrize("layout", get_args(Layout))
+def test_lines_of_several_agents_are_trained_as_contexts_of_their_own_are(layout: Layout) -> None:
+    played = [with_parents([None, None, 0, 1, 0, 2, 3, 4], seed=seed) for seed in (1, 2)]
+    moved = []
+    for trajectories in (played, [without_parents(t) for t in played]):
+        rng = np.random.default_rng(0)
+        credits = [[Credit.from_tokens(t, rng.normal(size=t.num_action_tokens)) for t in trajectories]]
+        learner = make_learner(is_double=True, layout=layout)
+        before = weights(learner)
+        learner.update([TrajectoryGroup(group_id="g", trajectories=tuple(trajectories))], credits, version=1)
+        moved.append(weights(learner) - before)
+    torch.testing.assert_close(moved[0], moved[1], rtol=1e-6, atol=1e-12)
+    assert moved[0].abs().max() > 1e-3
 
 
 def test_layers_that_run_again_in_the_backward_pass_change_nothing() -> None:

@@ -74,6 +74,19 @@ def test_everything_that_training_saw_comes_back_from_the_file(tmp_path: Path) -
     assert read[0].turns[1].action_pieces == [f"<{token}>" for token in played.trajectories[0].turns[1].action_ids]
 
 
+def test_lines_of_several_agents_come_back_and_a_parent_that_is_no_earlier_turn_is_refused(tmp_path: Path) -> None:
+    first, second = group().trajectories
+    turns = (first.turns[0], replace(first.turns[1], parent=0, agent="critic"))
+    played = TrajectoryGroup(group_id=first.group_id, trajectories=(replace(first, turns=turns), second))
+    read = list(read_records(path := saved(tmp_path, played)))
+    assert groups_of(read)[0].trajectories[0].turns[1] == turns[1]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines[0]["turns"][1]["parent"] = 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    with pytest.raises(UserError, match=r"line 1: .*turn 1 has the parent 1; a parent is an earlier turn"):
+        list(read_records(path))
+
+
 def test_signals_come_back_as_they_were_credited(tmp_path: Path) -> None:
     played = make_group(
         [[0.5, 1.0], [0.25]],

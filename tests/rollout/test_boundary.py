@@ -17,7 +17,7 @@ from agentrl.credit import Credit
 from agentrl.env import MessageEnv, ToolEnv, tool
 from agentrl.report.records import groups_of, read_records, records
 from agentrl.report.terminal import render
-from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
+from agentrl.rollout import EnvPlayer, EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.rollout.env_driver import MakeEnv
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
@@ -56,7 +56,7 @@ def pool_of(
     stop = renderer.stop_token_ids[0]
     settings = {"mode": "partial", "num_groups": 1, "max_turns": 2, "max_retries": 0, "env_timeout_s": 30.0, **config}
     return RolloutPool(
-        make_env=make_env,
+        player=EnvPlayer(make_env),
         context=EpisodeContext(
             engine=ScriptedEngine(lambda _id, _number: [40, 41, stop]),
             renderer=renderer,

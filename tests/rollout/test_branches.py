@@ -16,7 +16,7 @@ from gymnasium.wrappers import TimeLimit
 from agentrl.chat import Renderer
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EngineError
-from agentrl.rollout import Episode, EpisodeContext, RolloutConfig, RolloutPool, Task, Tasks
+from agentrl.rollout import EnvPlayer, Episode, EpisodeContext, RolloutConfig, RolloutPool, Task, Tasks
 from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.types import Completion, Sampling, StopReason, Trajectory, TrajectoryGroup
 from tests.support.dice import TASK, Dice, raises
@@ -386,7 +386,7 @@ def new_pool(new_engine: NewEngine, renderer: Renderer) -> Callable[..., Rollout
     def make(make_env: MakeEnv = Dice, *, fork: bool = True, **config: Any) -> RolloutPool:
         settings = {"group_size": 3, "max_turn_tokens": 64, "env_timeout_s": 5.0, "branches": {"num": 2}, **config}
         return RolloutPool(
-            make_env=make_env,
+            player=EnvPlayer(make_env),
             context=EpisodeContext(
                 engine=new_engine(), renderer=renderer, config=RolloutConfig.model_validate(settings)
             ),

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.chat import ChatMLRenderer, Dialogue, HistoryConfig
 from agentrl.rollout import Conversation, End, EpisodeContext, LiveEpisode, Outcome, RolloutConfig, Task
-from agentrl.rollout.conversation import ReplayError
+from agentrl.rollout.conversation import Partial, ReplayError
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory
 
@@ -127,7 +127,7 @@ def test_it_is_told_where_it_stands_and_continues_from_there(chatml: ChatMLRende
     context = EpisodeContext(engine=engine, renderer=chatml, config=CONFIG)
     whole = play(Conversation(context, TASK, on_change=states.append), "one", "two", "three")
     assert [len(state.turns) for state in states] == [1, 2, 2]
-    assert [state.partial is None for state in states] == [True, True, False]
+    assert [state.partials == () for state in states] == [True, True, False]
     for state in states:
         assert play(Conversation(context, TASK, recorded=state), "one", "two", "three") == whole
     with pytest.raises(ReplayError, match="replayed, turn 1 has another observation"):
@@ -180,7 +180,7 @@ def test_a_context_that_was_rewritten_has_experts_of_its_own(chatml: ChatMLRende
 def test_an_action_of_which_a_part_was_read_from_a_file_has_no_experts(chatml: ChatMLRenderer) -> None:
     partial = Completion(token_ids=(40, 41), logprobs=(-1.0,) * 2, versions=(0, 0), finish_reason=FinishReason.ABORTED)
     context = EpisodeContext(engine=TellsExperts(lambda _, __: []), renderer=chatml, config=CONFIG)
-    recorded = LiveEpisode(task=TASK, partial=partial)
+    recorded = LiveEpisode(task=TASK, partials=(Partial(completion=partial),))
     first, second = play(Conversation(context, TASK, recorded=recorded), "one", "two").turns
     assert (first.action_ids[:2], first.experts) == ((40, 41), b"")
     assert len(second.experts) == len(second.observation_ids) + len(second.action_ids)

@@ -10,7 +10,7 @@ from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import make_local_model
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, held_out_seed, task_seed
+from agentrl.rollout import EnvPlayer, EpisodeContext, RolloutConfig, RolloutPool, Tasks, held_out_seed, task_seed
 from agentrl.rollout.evaluation import (
     Evaluation,
     EvaluationConfig,
@@ -63,7 +63,7 @@ def played(
     sizes = LocalModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32)
     env.played = []
     pool = RolloutPool(
-        make_env=env,
+        player=EnvPlayer(env),
         context=EpisodeContext(
             engine=TransformersEngine(make_local_model(sizes, tokenizer)),
             renderer=EndsAtOnce(tokenizer),

@@ -19,7 +19,7 @@ from agentrl.chat import Renderer
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EngineError, EnvironmentFailure
-from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
+from agentrl.rollout import EnvPlayer, EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Completion, Message, Sampling, StopReason, Trajectory
 from tests.support.each import each
 from tests.support.talk import Talk, collect, episodes, logged
@@ -42,7 +42,7 @@ def new_pool(new_engine: NewEngine, renderer: Renderer, opened: Opened) -> NewPo
         settings = {"group_size": 3, "max_turn_tokens": 64, "max_live_episodes": 8, "env_timeout_s": 5.0, **config}
         return opened(
             RolloutPool(
-                make_env=make_env,
+                player=EnvPlayer(make_env),
                 context=EpisodeContext(
                     engine=engine or new_engine(lockstep=False),
                     renderer=renderer,

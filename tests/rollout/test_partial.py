@@ -10,7 +10,7 @@ import pytest
 from agentrl.chat import Renderer
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EnvironmentFailure
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks
+from agentrl.rollout import EnvPlayer, EpisodeContext, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Message, Trajectory, TrajectoryGroup
 from tests.support.talk import Talk, fails
 
@@ -43,7 +43,7 @@ class Table:
         }
         self.engine, self.runner = engine, asyncio.Runner()
         self.pool = RolloutPool(
-            make_env=make_env,
+            player=EnvPlayer(make_env),
             context=EpisodeContext(engine=engine, renderer=renderer, config=RolloutConfig.model_validate(settings)),
             tasks=Tasks(seed=5),
         )
@@ -131,7 +131,7 @@ def test_what_is_saved_resumes_in_another_process_from_the_middle_of_a_turn(
                 assert sampled(trajectory) == expected[trajectory.trajectory_id]
         state = json.loads(json.dumps(table.pool.state_dict()))
         waiting = [episode for group in state["groups"].values() for episode in group["waiting"]]
-        partial += sum(bool(episode["partial"] and episode["partial"]["token_ids"]) for episode in waiting)
+        partial += sum(bool(p["completion"]["token_ids"]) for episode in waiting for p in episode["partials"])
         if step % 2:
             table.close()
             version = table.engine.version

@@ -14,7 +14,7 @@ from agentrl.chat import Renderer
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EngineError, EnvironmentFailure
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, task_seed
+from agentrl.rollout import EnvPlayer, EpisodeContext, RolloutConfig, RolloutPool, Tasks, task_seed
 from agentrl.rollout.env_driver import MakeEnv
 from agentrl.types import Message, StopReason, Trajectory
 from tests.support.each import each
@@ -34,7 +34,7 @@ def new_pool(new_engine: NewEngine, renderer: Renderer, opened: Opened) -> NewPo
         settings = {"group_size": 3, "max_turn_tokens": 64, "max_live_episodes": 8, "env_timeout_s": 5.0, **config}
         return opened(
             RolloutPool(
-                make_env=make_env,
+                player=EnvPlayer(make_env),
                 context=EpisodeContext(
                     engine=engine or new_engine(), renderer=renderer, config=RolloutConfig.model_validate(settings)
                 ),
@@ -351,7 +351,7 @@ def test_every_attempt_at_which_an_environment_fails_is_counted_and_told(
     told: list[Trajectory] = []
     pool = opened(
         RolloutPool(
-            make_env=fails(where="step", when=lambda env: (env.seed, env.member) == (task_seed(5, 0), 1)),
+            player=EnvPlayer(fails(where="step", when=lambda env: (env.seed, env.member) == (task_seed(5, 0), 1))),
             context=EpisodeContext(
                 engine=new_engine(),
                 renderer=renderer,

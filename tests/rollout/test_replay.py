@@ -16,6 +16,7 @@ from agentrl.chat import Renderer
 from agentrl.chat.renderer import Tools
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.rollout import Episode, EpisodeContext, LiveEpisode, RolloutConfig
+from agentrl.rollout.conversation import Partial
 from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.types import Completion, FinishReason, Message, StopReason, Trajectory, Turn
 from tests.support.dice import TASK, Dice
@@ -59,15 +60,16 @@ def timeless(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, metrics={k: v for k, v in trajectory.metrics.items() if k != "env_s"})
 
 
-def sampled(turn: Turn, num: int) -> Completion:
+def under_way(turn: Turn, num: int) -> tuple[Partial, ...]:
     """The first tokens of a turn's action, as a pause returns them."""
     is_whole = num == len(turn.action_ids)
-    return Completion(
+    sampled = Completion(
         token_ids=turn.action_ids[:num],
         logprobs=turn.behavior_logprobs[:num],
         versions=turn.versions[:num],
         finish_reason=turn.finish_reason if is_whole else FinishReason.ABORTED,
     )
+    return (Partial(completion=sampled),)
 
 
 @each("fork", [False, True])
@@ -80,7 +82,9 @@ def test_wherever_it_was_interrupted_it_ends_as_the_uninterrupted_one(
     states = [LiveEpisode(task=TASK, turns=whole.turns[:k]) for k in range(6)]
     for k, turn in enumerate(whole.turns):
         lengths = {1, len(turn.action_ids) // 2, len(turn.action_ids)} - {0}
-        states += [LiveEpisode(task=TASK, turns=whole.turns[:k], partial=sampled(turn, num)) for num in sorted(lengths)]
+        states += [
+            LiveEpisode(task=TASK, turns=whole.turns[:k], partials=under_way(turn, num)) for num in sorted(lengths)
+        ]
     for state in states:
         # What is recorded is without what forks earned, which is played again.
         turns = tuple(replace(turn, branch_rewards=None) for turn in state.turns)
@@ -177,8 +181,8 @@ def test_an_environment_that_saves_itself_resumes_from_its_snapshot(
     for k, state in enumerate(found[:-1], start=1):
         before = (Saved.resets, Rewrites.resets)
         kept = TypeAdapter(LiveEpisode).validate_json(TypeAdapter(LiveEpisode).dump_json(state))
-        partial = sampled(whole.turns[k], 1)
-        ended = table.play(replace(kept, partial=partial), make_env=make_env)
+        partials = under_way(whole.turns[k], 1)
+        ended = table.play(replace(kept, partials=partials), make_env=make_env)
         assert (Saved.resets, Rewrites.resets) == before
         assert ended.turns[:k] == whole.turns[:k]
         # The same words before the next action, and so the same action; then chance goes its own way.
@@ -188,8 +192,8 @@ def test_an_environment_that_saves_itself_resumes_from_its_snapshot(
         assert len(ended.turns) == 5
         assert not ended.failed
     last = found[-1]
-    assert last.partial is not None
-    assert last.partial.token_ids == whole.turns[4].action_ids
+    (partial,) = last.partials
+    assert partial.completion.token_ids == whole.turns[4].action_ids
     assert table.play(last, make_env=make_env).turns[4].action_ids == whole.turns[4].action_ids
     assert (Saved.resets, Rewrites.resets) == before
 
@@ -227,7 +231,7 @@ def test_an_environment_that_neither_repeats_nor_saves_itself_fails_in_so_many_w
     assert ended.error is not None
     assert ended.error.startswith("environment Chancy: replayed, turn 0 has another observation")
     # Even where nothing but a part of the first action was recorded.
-    first = LiveEpisode(task=TASK, observation=whole.turns[0].observation, partial=sampled(whole.turns[0], 1))
+    first = LiveEpisode(task=TASK, observation=whole.turns[0].observation, partials=under_way(whole.turns[0], 1))
     ended = table.play(first, make_env=Chancy)
     assert ended.error is not None
     assert ended.error.startswith("environment Chancy: replayed, it has before turn 0 ")
@@ -261,8 +265,8 @@ def test_what_was_recorded_is_not_sampled_again(new_engine: NewEngine, renderer:
         replace(t, behavior_logprobs=(-9.0,) * len(t.action_ids), versions=(7,) * len(t.action_ids))
         for t in whole.turns
     ]
-    partial = sampled(made_up[3], 1)
-    found = Table(new_engine(), renderer).play(LiveEpisode(task=TASK, turns=tuple(made_up[:3]), partial=partial))
+    partials = under_way(made_up[3], 1)
+    found = Table(new_engine(), renderer).play(LiveEpisode(task=TASK, turns=tuple(made_up[:3]), partials=partials))
     assert [turn.behavior_logprobs for turn in found.turns[:3]] == [turn.behavior_logprobs for turn in made_up[:3]]
     assert [turn.versions for turn in found.turns[:3]] == [turn.versions for turn in made_up[:3]]
     assert found.turns[3].behavior_logprobs[0] == -9.0
@@ -312,7 +316,7 @@ def test_a_live_episode_tells_where_it_stands_at_every_pause(new_engine: NewEngi
         return found
 
     states = asyncio.run(interrupted())
-    assert any(state.partial and state.partial.finish_reason is FinishReason.ABORTED for state in states)
+    assert any(p.completion.finish_reason is FinishReason.ABORTED for state in states for p in state.partials)
     assert len({len(state.turns) for state in states}) >= 3
     for state in states[:: max(1, len(states) // 6)]:
         found = Table(new_engine(), renderer).play(state)

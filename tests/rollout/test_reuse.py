@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.chat import Renderer
 from agentrl.engine.transformers.engine import TransformersEngine
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, task_seed
+from agentrl.rollout import EnvPlayer, EpisodeContext, RolloutConfig, RolloutPool, Tasks, task_seed
 from agentrl.rollout.env_driver import MakeEnv
 from agentrl.rollout.evaluation import EvaluationConfig, play_evaluation
 from agentrl.types import Message, StopReason, TaskShard, Trajectory
@@ -55,15 +55,16 @@ class Log:
 def new_pool(new_engine: Callable[..., TransformersEngine], renderer: Renderer, opened: Opened) -> NewPool:
     def make(make_env: MakeEnv, *, fork: bool = False, reuses: bool = True, **config: Any) -> RolloutPool:
         settings = {"group_size": 3, "max_turn_tokens": 64, "max_live_episodes": 4, "env_timeout_s": 5.0, **config}
+        player = EnvPlayer(make_env)
+        player.is_reused = reuses
         pool = RolloutPool(
-            make_env=make_env,
+            player=player,
             context=EpisodeContext(
                 engine=new_engine(), renderer=renderer, config=RolloutConfig.model_validate(settings)
             ),
             tasks=Tasks(seed=5),
             fork=fork,
         )
-        pool.environments.is_reused = reuses
         return opened(pool)
 
     return make

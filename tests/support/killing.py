@@ -94,9 +94,9 @@ def look(run: Path) -> OnDisk | None:
             ]
         for episode in (e for group in stream._groups.values() for e in group.waiting):
             sampled = [(turn.action_ids, turn.behavior_logprobs, turn.versions) for turn in episode.turns]
-            if (partial := episode.partial) is not None:
-                sampled.append((partial.token_ids, partial.logprobs, partial.versions))
-                num_partial += bool(partial.token_ids)
+            for completion in (partial.completion for partial in episode.partials):
+                sampled.append((completion.token_ids, completion.logprobs, completion.versions))
+                num_partial += bool(completion.token_ids)
             num_live += bool(sampled)
             episodes[episode.task.trajectory_id] = sampled
         stream.close()

@@ -15,7 +15,7 @@ from agentrl.env import make_env
 from agentrl.learn.tokens import Row
 from agentrl.policy.config import Layout, LocalModelConfig
 from agentrl.policy.model import Policy, make_local_model
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks
+from agentrl.rollout import EnvPlayer, EpisodeContext, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Trajectory
 from tests.support.renderers import StartsAgain
 
@@ -42,7 +42,7 @@ def play(
     """Play episodes of tasks of their own with the policy's weights."""
     settings = {"group_size": 1, "max_turns": 6, "max_turn_tokens": 64, "max_context_tokens": 1024, **config}
     pool = RolloutPool(
-        make_env=partial(make_env, env, options or {}),
+        player=EnvPlayer(partial(make_env, env, options or {})),
         context=EpisodeContext(
             engine=TransformersEngine(copy.deepcopy(policy.model).float()),
             renderer=renderer or StartsAgain(TOKENIZER),

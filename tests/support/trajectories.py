@@ -10,7 +10,7 @@ from agentrl.credit import Credit
 from agentrl.learn.batch import Batch, make_batch
 from agentrl.learn.tokens import Aggregation, RatioUnit
 from agentrl.rollout.demonstrations import Demonstration
-from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
+from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn, context_of
 
 VOCABULARY = 261
 
@@ -55,6 +55,30 @@ def drawn(
         observation = [*(prompt if begins else ()), *some_ids(rng, 2, 8)]
         turns.append(turn(observation, action, extends=not begins or k == 0, logprobs=logprobs))
     return trajectory(number, *turns, group=group)
+
+
+def with_parents(parents: Sequence[int | None], *, sizes: Sequence[tuple[int, int]] = (), seed: int = 0) -> Trajectory:
+    """Draw a trajectory whose turns have these parents; a turn without one begins a context.
+
+    `sizes` are the numbers of observed and sampled tokens of each turn; by default a few.
+    """
+    rng = np.random.default_rng(seed)
+    turns = []
+    for number, parent in enumerate(parents):
+        observed, sampled = sizes[number] if sizes else (int(rng.integers(2, 8)), int(rng.integers(1, 6)))
+        new = turn(*(rng.integers(VOCABULARY, size=size).tolist() for size in (observed, sampled)))
+        logprobs = tuple((-5.5 + 0.05 * rng.standard_normal(sampled)).tolist())
+        turns.append(replace(new, behavior_logprobs=logprobs, extends=parent is not None, parent=parent))
+    return trajectory(0, *turns)
+
+
+def without_parents(played: Trajectory) -> Trajectory:
+    """Return the same contexts and actions, each turn with a context of its own."""
+    turns = tuple(
+        replace(turn, extends=False, parent=None, observation_ids=context_of(played.turns, number))
+        for number, turn in enumerate(played.turns)
+    )
+    return replace(played, turns=turns)
 
 
 def some_groups(sizes: Sequence[int], seed: int = 0) -> list[TrajectoryGroup]:

@@ -11,7 +11,7 @@ from agentrl.chat import Renderer
 from agentrl.errors import ConfigError
 from agentrl.learn.signals.base import Sample, Signal, SignalsConfig
 from agentrl.learn.tokens import Row, TokenBatch
-from agentrl.types import Trajectory
+from agentrl.types import Trajectory, context_of
 
 
 class AnswerLogprobs(Signal):
@@ -61,9 +61,8 @@ def answers_at_each_turn(trajectory: Trajectory, renderer: Renderer) -> list[Row
     while answer_ids and answer_ids[-1] in renderer.stop_token_ids:
         answer_ids = answer_ids[:-1]
     rows = []
-    context_ids: tuple[int, ...] = ()
-    for number, turn in enumerate(trajectory.turns):
-        context_ids = context_ids + turn.observation_ids if turn.extends else turn.observation_ids
+    for number in range(len(trajectory.turns)):
+        context_ids = context_of(trajectory.turns, number)
         rows.append(
             Row(
                 ids_L=np.array([*context_ids, *answer_ids], dtype=np.int64),
@@ -71,5 +70,4 @@ def answers_at_each_turn(trajectory: Trajectory, renderer: Renderer) -> list[Row
                 turn_T=np.full(len(answer_ids), number),
             )
         )
-        context_ids += turn.action_ids
     return rows

@@ -1,13 +1,13 @@
 """Log-probability of each action token under the policy itself, given in advance the end of the episode."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from agentrl.chat import Dialogue, HistoryConfig, Renderer
 from agentrl.learn.signals.base import Sample, Signal
 from agentrl.learn.tokens import Row, TokenBatch, rows_of
-from agentrl.types import Message, Trajectory
+from agentrl.types import Message, Trajectory, parent_of
 
 
 class HindsightLogprobs(Signal):
@@ -37,16 +37,18 @@ def rows_in_hindsight(
     answer = "" if trajectory.gold_answer is None else f" The right answer is: {trajectory.gold_answer}"
     hint = f"(In hindsight: the total reward was {trajectory.reward:.3g}.{answer})"
     first = trajectory.turns[0]
-    dialogue = Dialogue.begin(_with_hint(first.observation, hint), tools, renderer, view=view)
-    turns = [dialogue.turn(first.action_ids)]
-    for before, turn in pairwise(trajectory.turns):
+    dialogues = [Dialogue.begin(_with_hint(first.observation, hint), tools, renderer, view=view)]
+    for number, turn in enumerate(trajectory.turns[1:], start=1):
+        parent = parent_of(turn, number)
+        before = trajectory.turns[parent]
         acted, replies = (before.action_ids, before.message), turn.observation
         if turn.extends:
-            dialogue = dialogue.after_record(*acted, replies, turn.observation_ids)
+            dialogue = dialogues[parent].after_record(*acted, replies, turn.observation_ids)
         else:
-            dialogue = dialogue.after(*acted, replies, renderer)
-        turns.append(dialogue.turn(turn.action_ids))
-    return rows_of(turns)
+            dialogue = dialogues[parent].after(*acted, replies, renderer)
+        dialogues.append(dialogue)
+    pairs = zip(dialogues, trajectory.turns, strict=True)
+    return rows_of([replace(dialogue.turn(turn.action_ids), parent=turn.parent) for dialogue, turn in pairs])
 
 
 def _with_hint(messages: Sequence[Message], hint: str) -> list[Message]:

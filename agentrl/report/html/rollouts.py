@@ -121,6 +121,8 @@ def _turn(turn: TurnRecord, credited: dict[str, Any]) -> dict[str, Any]:
     return {
         "read": [_said(message) for message in turn.observation],
         "rewrites": not turn.extends,
+        "parent": turn.parent,
+        "agent": _bounded(turn.agent, _MAX_PREVIEW),
         "observationTokens": len(turn.observation_ids),
         "said": _said(turn.message) if _tools(turn.message) else None,
         "pieces": turn.action_pieces,

@@ -198,12 +198,13 @@ function dialogueOf(rollout, at, key, scale, { skip = 0 } = {}) {
     turn.rewrites &&
       index > 0 &&
       el("p", { class: "rewritten" }, "The history was rewritten here; this turn has a context of its own."),
+    turn.parent !== null && el("p", { class: "notes" }, `after turn ${turn.parent + 1}`),
     turn.context && contextOf(turn.context),
     turn.read.slice(index === 0 ? skip : 0).map(messageOf),
     el(
       "article",
       { class: "message role-assistant" },
-      el("h4", {}, "assistant"),
+      el("h4", {}, plain(turn.agent || "assistant")),
       actionOf(turn, key, scale, index),
       turnNotes(turn, index + 1, key),
     ),
