@@ -68,8 +68,8 @@ class BatchedConfig(EngineConfig):
     """Largest number of prompt tokens, including padding, computed at once; a longer prompt is computed alone."""
     lockstep: bool | None = None
     """Decode only when every live episode waits for tokens, so that batches do not depend on the timing of environments
-    and a run repeats bit for bit. None: true if `rollout.mode` is sync, the only one that can repeat. Set it to false if
-    environments take longer than a decoding step (milliseconds)."""
+    and a run repeats bit for bit. None: true if `rollout.mode` is sync, the only one that can repeat, and there is no GPU. Set
+    it to false if environments take longer than a decoding step (milliseconds)."""
 
     @property
     def is_deterministic(self) -> bool:

@@ -103,10 +103,12 @@ class RolloutConfig(BaseModel):
         """Largest number of steps ahead for which groups are started; with `stale: wait`, the largest staleness of a token."""
         return 0 if self.waits_for_all else self.max_staleness
 
-    @property
-    def repeats_exactly(self) -> bool:
-        """True if samples do not depend on the timing of environments, so that a run can repeat bit for bit."""
-        return self.waits_for_all
+    def repeats_exactly(self, device: str) -> bool:
+        """Return whether samples do not depend on the timing of environments, so that a run can repeat bit for bit.
+
+        A GPU (`device`: cuda) would idle until the slowest environment of all answers, and its sums have no fixed order.
+        """
+        return self.waits_for_all and device != "cuda"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

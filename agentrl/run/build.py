@@ -133,7 +133,7 @@ def _build(
         renderer=renderer,
         shard=shard,
         fork=reads_branches(credit),
-        journal=_journal(recipe),
+        journal=_journal(recipe, accelerator.device),
         on_fault=on_fault,
     )
     _close_with(stack, runner, pool)
@@ -332,7 +332,7 @@ def _warn_fault(faults: FaultLog, engine: Engine, on_warning: Callable[[str], ob
         on_warning(words)
 
 
-def _journal(recipe: Recipe) -> Journal | None:
+def _journal(recipe: Recipe, device: torch.device) -> Journal | None:
     """Return this rank's journal. None: after a kill the same episodes are sampled again.
 
     A run that has one keeps it: it may hold episodes of another engine, which would not be sampled again.
@@ -340,6 +340,7 @@ def _journal(recipe: Recipe) -> Journal | None:
     if recipe.run_dir is None:
         return None
     folder = RunFolder(recipe.run_dir).journal
-    if recipe.rollout.repeats_exactly and recipe.engine.is_deterministic and not folder.is_dir():
+    repeats = recipe.rollout.repeats_exactly(device.type) and recipe.engine.is_deterministic
+    if repeats and not folder.is_dir():
         return None
     return Journal(folder if is_main() else folder / f"process-{process_index()}")

@@ -361,7 +361,7 @@ def build_engine(
         shard=shard,
         handover=handover,
         max_context_tokens=rollout.max_context_tokens,
-        repeats_exactly=rollout.repeats_exactly,
+        repeats_exactly=rollout.repeats_exactly(device.type),
         samples_during_update=rollout.samples_during_update,
         returns_experts=returns_experts,
         adapters=_adapters(model, lora),
