@@ -80,7 +80,7 @@ class Asked(BatchedConfig):
     """Returns its fields as an engine on the context's device would read them."""
 
     def build(self, context: EngineContext) -> Any:
-        return self.with_lockstep(context)
+        return self.resolved(context)
 
 
 @each(("device", "given", "expected"), [("cpu", None, True), ("cuda", None, False), ("cuda", True, True)])

@@ -40,7 +40,7 @@ class _Slot:
 
 
 class RolloutPool:
-    """Plays up to `max_live_episodes` episodes at once, each environment on a thread of its own.
+    """Plays up to `RolloutConfig.live_episodes` at once, each environment on a thread of its own.
 
     Between two calls of `collect` the engine is paused and unfinished episodes wait; with `mode: async` they continue.
 
@@ -79,6 +79,7 @@ class RolloutPool:
         self._own = self.environments = Environments(make_env)
         self._engine = context.engine
         self._config = context.config
+        self._max_live = context.config.live_episodes(self.shard.num_groups)
         self._clock = context.clock
         self._stream = TaskStream(context.config, tasks=tasks, shard=self.shard, journal=journal)
         self._is_paused = False
@@ -180,9 +181,7 @@ class RolloutPool:
             one for name, task in tasks.items() for one in group_tasks(name, task, size=group_size, run_seed=seed)
         )
         done: dict[str, list[Trajectory]] = {group_id: [] for group_id in tasks}
-        runners = [
-            asyncio.create_task(self._run(queue, done)) for _ in range(min(len(queue), self._config.max_live_episodes))
-        ]
+        runners = [asyncio.create_task(self._run(queue, done)) for _ in range(min(len(queue), self._max_live))]
         try:
             await asyncio.gather(*runners)
         finally:
@@ -252,7 +251,7 @@ class RolloutPool:
 
         All at once: in lockstep, the engine would not wait for one that came later.
         """
-        while len(self._runners) < self._config.max_live_episodes:
+        while len(self._runners) < self._max_live:
             episode = self._stream.next(version=self._engine.version)
             if episode is None:
                 return
@@ -353,7 +352,7 @@ class RolloutPool:
             EnvironmentFailure: when too many hang.
         """
         self._stream.counts["lost_threads"] += 1
-        if (num_lost := self.environments.abandon(thread)) > _MAX_LOST * self._config.max_live_episodes:
+        if (num_lost := self.environments.abandon(thread)) > _MAX_LOST * self._max_live:
             raise EnvironmentFailure(
                 f"{num_lost} threads hang in calls of environments that missed rollout.env_timeout_s: "
                 f"{self._config.env_timeout_s:g} s and never came back. Give what may hang a deadline of its own, or a "

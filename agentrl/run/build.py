@@ -115,7 +115,7 @@ def _build(
     shard = task_shard(recipe.engine, num_groups=num_groups, rank=process_index(), num_ranks=num_processes())
     set_seed(recipe.seed)
     runner = stack.enter_context(asyncio.Runner())
-    limits = check_limits(recipe.rollout.max_live_episodes)
+    limits = check_limits(recipe.rollout.live_episodes(shard.num_groups))
     env, others = _build_envs(recipe, runner, stack)
     credit, lack = _load_credit(recipe, env)
     check_attention(recipe.model.attention, accelerator.device, is_half=recipe.train.precision == "bfloat16")

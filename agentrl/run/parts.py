@@ -361,6 +361,7 @@ def build_engine(
         shard=shard,
         handover=handover,
         max_context_tokens=rollout.max_context_tokens,
+        max_live_episodes=rollout.live_episodes(shard.num_groups),
         repeats_exactly=rollout.repeats_exactly(device.type),
         samples_during_update=rollout.samples_during_update,
         returns_experts=returns_experts,
