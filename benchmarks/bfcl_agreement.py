@@ -51,7 +51,9 @@ def repeat(turns: Turns, offered: Sequence[str], rng: np.random.Generator) -> No
 def call_another(turns: Turns, offered: Sequence[str], rng: np.random.Generator) -> None:
     """Call a function that may take no arguments, or complains that it has none."""
     calls = turns[int(rng.integers(len(turns)))]
-    calls.insert(int(rng.integers(len(calls) + 1)), Call(name=str(rng.choice([*offered, "no_such_tool"])), arguments={}))
+    calls.insert(
+        int(rng.integers(len(calls) + 1)), Call(name=str(rng.choice([*offered, "no_such_tool"])), arguments={})
+    )
 
 
 def rename(turns: Turns, offered: Sequence[str], rng: np.random.Generator) -> None:
@@ -101,9 +103,7 @@ def some_call(turns: Turns, rng: np.random.Generator) -> tuple[int, int]:
     return places[int(rng.integers(len(places)))]
 
 
-def edit_argument(
-    turns: Turns, rng: np.random.Generator, edit: Callable[[str, Any], dict[str, Any]]
-) -> None:
+def edit_argument(turns: Turns, rng: np.random.Generator, edit: Callable[[str, Any], dict[str, Any]]) -> None:
     turn, place = some_call(turns, rng)
     call = turns[turn][place]
     if call.arguments:

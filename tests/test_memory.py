@@ -214,6 +214,37 @@ def test_the_recipes_fit_where_they_say_and_a_tenth_is_left(
 
 
 @pytest.mark.process
+def test_servers_sample_the_episodes_of_a_step_while_the_others_train(tmp_path: Path) -> None:
+    def live(recipe: str, size: str, *options: str, gpus: int = 8) -> int:
+        given = load_recipe(
+            EXAMPLES / f"{recipe}.yaml", ["--model.name_or_path", str(folder_of(size, tmp_path)), *options]
+        )
+        assert gpus == 1 or given.rollout.samples_during_update
+        return plan_memory(given, gpus=gpus, memory=80 * GB)[-1].live
+
+    assert live("qwen3-8b", "8B") == live("qwen3-30b-a3b", "30B-A3B") == 32 * 8 // 2
+    assert live("qwen3-8b-lora", "8B", gpus=1) == 16 * 8
+    assert live("qwen3-8b", "8B", "--rollout.max_live_episodes", "40") == 20
+    assert live("qwen3-8b", "8B", "--engine.max_batch_size", "10") == 10
+    # Sync: two groups of two are all that there is.
+    assert live("qwen3-8b", "8B", "--rollout.mode", "sync", "--rollout.num_groups", "2") == 8
+    assert live("qwen3-8b", "8B", "--rollout.num_groups", "2") == 3 * 8  # and those of two steps ahead
+
+
+def test_a_plan_warns_of_servers_that_would_idle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model.name_or_path", str(folder_of("8B", tmp_path))]
+
+    def printed(*options: str) -> str:
+        main(["plan", str(EXAMPLES / "qwen3-8b.yaml"), "--gpus", "8", *model, *options])
+        return " ".join(capsys.readouterr().out.split())
+
+    room = "370,405 tokens: 22 sequences of rollout.max_context_tokens. Live sequences a server: "
+    full, idle = printed(), printed("--rollout.max_live_episodes", "16")
+    assert f"{room}128. Counted" in full
+    assert f"{room}8. warning: less than half of that room is used; set rollout.max_live_episodes to null" in idle
+
+
+@pytest.mark.process
 def test_a_reference_is_counted_wherever_a_run_keeps_one(tmp_path: Path) -> None:
     recipe = yaml.safe_load((EXAMPLES / "qwen3-8b.yaml").read_text(encoding="utf-8"))
     model = str(folder_of("8B", tmp_path))

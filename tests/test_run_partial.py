@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from agentrl.engine.base import EngineContext
+from agentrl.engine.batched import BatchedConfig
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import ConfigError
 from agentrl.recipe.config import Recipe, load_recipe
@@ -12,6 +15,8 @@ from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run.build import _journal, build
 from agentrl.run.checkpoint import has_changed
+from agentrl.run.parts import build_engine
+from agentrl.types import TaskShard
 from tests.support import runs
 from tests.support.each import each
 from tests.support.runs import recipe
@@ -71,6 +76,30 @@ def test_lockstep_is_for_runs_that_can_repeat(mode: str, given: bool | None, exp
         assert parts.engine._config.lockstep is expected
 
 
+class Asked(BatchedConfig):
+    """Returns its fields as an engine on the context's device would read them."""
+
+    def build(self, context: EngineContext) -> Any:
+        return self.resolved(context)
+
+
+@each(("device", "given", "expected"), [("cpu", None, True), ("cuda", None, False), ("cuda", True, True)])
+def test_on_a_gpu_there_is_lockstep_only_if_asked_for(
+    device: str, given: bool | None, expected: bool, tmp_path: Path
+) -> None:
+    settings = recipe(tmp_path, rollout={"mode": "sync"})
+    asked: Any = build_engine(
+        Asked(lockstep=given),
+        None,
+        rollout=settings.rollout,
+        train=settings.train.model_copy(update={"precision": "bfloat16"}),
+        shard=TaskShard(1),
+        device=torch.device(device),
+        handover=tmp_path,
+    )
+    assert asked.lockstep is expected
+
+
 def test_a_run_resumes_under_another_recipe_in_another_mode(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path, "partial", 6), killed_at=3)
@@ -109,9 +138,10 @@ def test_what_another_recipe_sampled_before_a_kill_is_not_trained_on(tmp_path: P
 
 def test_a_run_that_has_a_journal_keeps_it_whatever_the_engine(tmp_path: Path) -> None:
     repeats = recipe(tmp_path, engine={"name": "transformers", "lockstep": None})
-    assert _journal(repeats) is None
+    assert _journal(repeats, torch.device("cuda")) is not None  # which does not repeat its samples
+    assert _journal(repeats, torch.device("cpu")) is None
     RunFolder(tmp_path / "run").journal.mkdir(parents=True)
-    assert _journal(repeats) is not None
+    assert _journal(repeats, torch.device("cpu")) is not None
 
 
 def test_settings_that_are_changed_in_the_folder_itself_are_seen(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def context(model: Any) -> EngineContext:
         shard=TaskShard(1),
         handover=Path(),
         max_context_tokens=64,
+        max_live_episodes=8,
         repeats_exactly=True,
         samples_during_update=False,
     )

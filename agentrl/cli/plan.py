@@ -55,7 +55,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
                 "memory for each."
             )
         if process.cached_tokens is not None:
-            console.print(f"vLLM has room for keys and values of {process.cached_tokens:,} tokens.")
+            _print_room(console, process, recipe)
         console.print()
     tokens, rollout = tokens_of_a_pass(recipe), recipe.rollout
     if rollout.history.rewrites and rollout.max_turns * rollout.max_context_tokens > tokens:
@@ -98,6 +98,21 @@ def _check_played(recipe: "Recipe") -> None:
     folder = None if name is None else local_folder(name)
     if folder is None or any(folder.glob("tokenizer*")):
         check_before_loading(recipe)
+
+
+def _print_room(console: Console, process: "ProcessMemory", recipe: "Recipe") -> None:
+    """Print how many sequences a vLLM samples at once, and has room for; warn if it is going to idle."""
+    assert process.cached_tokens is not None
+    room = process.cached_tokens // recipe.rollout.max_context_tokens
+    console.print(
+        f"vLLM has room for keys and values of {process.cached_tokens:,} tokens: {room} sequences of "
+        f"rollout.max_context_tokens. Live sequences a server: {process.live}."
+    )
+    if process.live < room / 2:
+        limits = {"engine.max_batch_size": recipe.engine, "rollout.max_live_episodes": recipe.rollout}
+        given = [name for name in limits if getattr(limits[name], name.partition(".")[2], None) is not None]
+        helps = [f"set {name} to null" for name in given] or ["raise rollout.num_groups", "take fewer servers"]
+        console.print(f"warning: less than half of that room is used; {', or '.join(helps)}")
 
 
 def _table(process: "ProcessMemory", *, memory: float) -> Table:

@@ -43,6 +43,8 @@ class EngineContext:
     """Folder for weights on their way to another process; removed with the run."""
     max_context_tokens: int
     """Longest context, prompt and completion together."""
+    max_live_episodes: int
+    """Largest number of conversations at once."""
     repeats_exactly: bool
     """Samples must not depend on the timing of environments, so that the run repeats bit for bit."""
     samples_during_update: bool

@@ -59,26 +59,33 @@ def check_weight(name: str, tensor: "torch.Tensor", own: "Mapping[str, torch.Ten
         raise EngineError(f"weight {name!r} of shape {tuple(tensor.shape)}: the engine has {expected}")
 
 
+_BATCH_SIZE = 64
+"""Largest number of requests decoded together by an engine that is built without a run."""
+
+
 class BatchedConfig(EngineConfig):
     """Fields of an engine that decodes requests together in this process."""
 
-    max_batch_size: Count = 64
-    """Largest number of requests decoded together; each takes one row of the key-value cache."""
+    max_batch_size: Count | None = None
+    """Largest number of requests decoded together. Null: as many as episodes are live; vLLM decodes as many of them as its
+    key-value cache holds, `transformers` keeps a row for each."""
     max_prefill_tokens: Amount = 8192
     """Largest number of prompt tokens, including padding, computed at once; a longer prompt is computed alone."""
     lockstep: bool | None = None
     """Decode only when every live episode waits for tokens, so that batches do not depend on the timing of environments
-    and a run repeats bit for bit. None: true if `rollout.mode` is sync, the only one that can repeat. Set it to false if
-    environments take longer than a decoding step (milliseconds)."""
+    and a run repeats bit for bit. None: true if `rollout.mode` is sync, the only one that can repeat, and there is no GPU. Set
+    it to false if environments take longer than a decoding step (milliseconds)."""
 
     @property
     def is_deterministic(self) -> bool:
         """True unless batches depend on the timing of environments."""
         return self.lockstep is not False
 
-    def with_lockstep(self, context: EngineContext) -> Self:
-        """Return the fields with `lockstep` resolved for the run, if the recipe leaves it open."""
-        return self if self.lockstep is not None else self.model_copy(update={"lockstep": context.repeats_exactly})
+    def resolved(self, context: EngineContext) -> Self:
+        """Return the fields with those resolved for the run that the recipe leaves open."""
+        lockstep = context.repeats_exactly if self.lockstep is None else self.lockstep
+        size = self.max_batch_size or context.max_live_episodes
+        return self.model_copy(update={"lockstep": lockstep, "max_batch_size": size})
 
 
 class BatchedEngine(ABC):
@@ -87,6 +94,7 @@ class BatchedEngine(ABC):
     def __init__(self, config: BatchedConfig, *, vocab_size: int) -> None:
         """Create an idle engine."""
         self._config = config
+        self._max_batch_size = config.max_batch_size or _BATCH_SIZE
         self._vocab_size = vocab_size
         self._version = 0
         self._waiting: list[Request] = []

@@ -157,8 +157,8 @@ class RolloutSection(TypedDict, total=False):
     r"""Largest number of tokens in a context, prompt and actions together."""
     history: HistorySection | Mapping[str, Any] | BaseModel
     r"""Part of the earlier turns that a context shows; by default all."""
-    max_live_episodes: int
-    r"""Episodes played at once, each environment on a thread of its own."""
+    max_live_episodes: int | None
+    r"""Episodes played at once by a rank, each environment on a thread of its own. Null: those of its step, at least 64."""
     env_timeout_s: float
     r"""Deadline of each reset and step of an environment, and of each call of a group reward, in seconds."""
     engine_timeout_s: float

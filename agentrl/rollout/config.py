@@ -10,6 +10,9 @@ from agentrl.rollout.group_rewards import GroupReward
 from agentrl.rollout.tasks import CurriculumConfig
 from agentrl.types import Amount, AmountOrZero, Count, Seconds, between
 
+_MIN_LIVE = 64
+"""Episodes played at once, if a step has fewer: evaluations have more."""
+
 
 class BranchConfig(BaseModel):
     """Rollouts forked from an episode's turns with `env.fork`, played only if the credit scheme reads them."""
@@ -63,8 +66,8 @@ class RolloutConfig(BaseModel):
     """Largest number of tokens in a context, prompt and actions together."""
     history: HistoryConfig = HistoryConfig()
     """Part of the earlier turns that a context shows; by default all."""
-    max_live_episodes: Annotated[Count, MayChange()] = 64
-    """Episodes played at once, each environment on a thread of its own."""
+    max_live_episodes: Annotated[Count | None, MayChange()] = None
+    """Episodes played at once by a rank, each environment on a thread of its own. Null: those of its step, at least 64."""
     env_timeout_s: Annotated[Seconds, MayChange()] = 60.0
     """Deadline of each reset and step of an environment, and of each call of a group reward, in seconds."""
     engine_timeout_s: Annotated[Seconds, MayChange()] = 600.0
@@ -88,6 +91,10 @@ class RolloutConfig(BaseModel):
     """Number of episodes in a row that failed in spite of their retries, or of groups in a row that had to be replaced, after
     which the run stops with the last error."""
 
+    def live_episodes(self, num_groups: int) -> int:
+        """Return the number of episodes that are played at once by a rank with `num_groups` in each step."""
+        return self.max_live_episodes or max(_MIN_LIVE, num_groups * self.group_size)
+
     @property
     def waits_for_all(self) -> bool:
         """True if a step waits for every episode that it has started."""
@@ -103,10 +110,12 @@ class RolloutConfig(BaseModel):
         """Largest number of steps ahead for which groups are started; with `stale: wait`, the largest staleness of a token."""
         return 0 if self.waits_for_all else self.max_staleness
 
-    @property
-    def repeats_exactly(self) -> bool:
-        """True if samples do not depend on the timing of environments, so that a run can repeat bit for bit."""
-        return self.waits_for_all
+    def repeats_exactly(self, device: str) -> bool:
+        """Return whether samples do not depend on the timing of environments, so that a run can repeat bit for bit.
+
+        A GPU (`device`: cuda) would idle until the slowest environment of all answers, and its sums have no fixed order.
+        """
+        return self.waits_for_all and device != "cuda"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -161,7 +161,7 @@ class _Player:
                 url=model.url,
                 api_key_env=model.api_key_env,
                 requests_per_minute=math.inf,
-                max_concurrent=playing.rollout.max_live_episodes,
+                max_concurrent=playing.rollout.live_episodes(playing.rollout.num_groups),
                 timeout_s=playing.rollout.engine_timeout_s,
                 max_retries=_MAX_RETRIES,
                 cache=None,
@@ -173,7 +173,7 @@ class _Player:
         """Reason for which nothing more is asked. None: it is."""
 
     async def play(self, make_env: MakeEnv, tasks: Tasks, *, prefix: str, on_end: OnEnd) -> list[TrajectoryGroup]:
-        """Play every evaluation task, `max_live_episodes` episodes at once."""
+        """Play every evaluation task, `RolloutConfig.live_episodes` at once."""
         named = {
             f"{prefix}{place:06d}": task for place, task in enumerate(tasks.evaluation(self._evaluation.num_tasks))
         }
@@ -199,7 +199,8 @@ class _Player:
                 threads.append(thread)
 
         threads: list[EnvThread] = []
-        workers = [asyncio.create_task(work()) for _ in range(min(len(queue), self.rollout.max_live_episodes))]
+        num_live = self.rollout.live_episodes(self.rollout.num_groups)
+        workers = [asyncio.create_task(work()) for _ in range(min(len(queue), num_live))]
         try:
             await asyncio.gather(*workers)
         finally:

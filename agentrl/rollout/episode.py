@@ -306,7 +306,7 @@ class EnvPlay:
         """
         self.listeners.on_count("lost_threads")
         config = self.context.config
-        if (num_lost := self.player.abandon(self.thread)) > _MAX_LOST * config.max_live_episodes:
+        if (num_lost := self.player.abandon(self.thread)) > _MAX_LOST * config.live_episodes(config.num_groups):
             raise EnvironmentFailure(
                 f"{num_lost} threads hang in calls of environments that missed rollout.env_timeout_s: "
                 f"{config.env_timeout_s:g} s and never came back. Give what may hang a deadline of its own, or a "

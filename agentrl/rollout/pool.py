@@ -29,7 +29,7 @@ _TICK_S = 0.02
 
 
 class RolloutPool:
-    """Plays up to `max_live_episodes` episodes at once.
+    """Plays up to `RolloutConfig.live_episodes` at once.
 
     Between two calls of `collect` the engine is paused and unfinished episodes wait; with `mode: async` they continue.
 
@@ -69,6 +69,7 @@ class RolloutPool:
         self._player = player
         self._engine = context.engine
         self._config = context.config
+        self._max_live = context.config.live_episodes(self.shard.num_groups)
         self._clock = context.clock
         self._stream = TaskStream(context.config, tasks=tasks, shard=self.shard, journal=journal)
         self._is_paused = False
@@ -173,9 +174,7 @@ class RolloutPool:
             one for name, task in tasks.items() for one in group_tasks(name, task, size=group_size, run_seed=seed)
         )
         done: dict[str, list[Trajectory]] = {group_id: [] for group_id in tasks}
-        runners = [
-            asyncio.create_task(self._run(queue, done)) for _ in range(min(len(queue), self._config.max_live_episodes))
-        ]
+        runners = [asyncio.create_task(self._run(queue, done)) for _ in range(min(len(queue), self._max_live))]
         try:
             await asyncio.gather(*runners)
         finally:
@@ -246,7 +245,7 @@ class RolloutPool:
 
         All at once: in lockstep, the engine would not wait for one that came later.
         """
-        while len(self._runners) < self._config.max_live_episodes:
+        while len(self._runners) < self._max_live:
             episode = self._stream.next(version=self._engine.version)
             if episode is None:
                 return

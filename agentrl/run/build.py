@@ -117,7 +117,7 @@ def _build(
     shard = task_shard(recipe.engine, num_groups=num_groups, rank=process_index(), num_ranks=num_processes())
     set_seed(recipe.seed)
     runner = stack.enter_context(asyncio.Runner())
-    limits = check_limits(recipe.rollout.max_live_episodes)
+    limits = check_limits(recipe.rollout.live_episodes(shard.num_groups))
     env, others = _build_envs(recipe, runner, stack)
     credit, lack = _load_credit(recipe, env)
     check_attention(recipe.model.attention, accelerator.device, is_half=recipe.train.precision == "bfloat16")
@@ -137,7 +137,7 @@ def _build(
         renderer=renderer,
         shard=shard,
         fork=reads_branches(credit),
-        journal=_journal(recipe),
+        journal=_journal(recipe, accelerator.device),
         on_fault=on_fault,
     )
     _close_with(stack, runner, pool)
@@ -381,7 +381,7 @@ def _warn_fault(faults: FaultLog, engine: Engine, on_warning: Callable[[str], ob
         on_warning(words)
 
 
-def _journal(recipe: Recipe) -> Journal | None:
+def _journal(recipe: Recipe, device: torch.device) -> Journal | None:
     """Return this rank's journal. None: after a kill the same episodes are sampled again.
 
     A run that has one keeps it: it may hold episodes of another engine, which would not be sampled again.
@@ -389,6 +389,7 @@ def _journal(recipe: Recipe) -> Journal | None:
     if recipe.run_dir is None:
         return None
     folder = RunFolder(recipe.run_dir).journal
-    if recipe.rollout.repeats_exactly and recipe.engine.is_deterministic and not folder.is_dir():
+    repeats = recipe.rollout.repeats_exactly(device.type) and recipe.engine.is_deterministic
+    if repeats and not folder.is_dir():
         return None
     return Journal(folder if is_main() else folder / f"process-{process_index()}")

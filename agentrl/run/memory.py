@@ -301,6 +301,8 @@ class ProcessMemory:
     """Bytes of each use; all are needed at the same time."""
     cached_tokens: int | None = None
     """Tokens whose keys and values a vLLM has room for. None: there is none here."""
+    live: int = 0
+    """Sequences that a vLLM samples at once at most."""
     at_start: int = 0
     """Bytes of the whole model before its weights are sharded."""
     kept_versions: int = 0
@@ -375,11 +377,25 @@ def plan_memory(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None =
     found = [_trainer(recipe, sizes, num_training, memory)]
     if servers:
         taken = _vllm(recipe, memory, _SERVER_SHARE)
-        cached = _cached_tokens(recipe, sizes, taken, parallel=parallel)
         found.append(
-            ProcessMemory(name="sampling", count=len(servers) * parallel, uses={"vLLM": taken}, cached_tokens=cached)
+            ProcessMemory(
+                name="sampling",
+                count=len(servers) * parallel,
+                uses={"vLLM": taken},
+                cached_tokens=_cached_tokens(recipe, sizes, taken, parallel=parallel),
+                live=_live(recipe, num_training, num_engines=len(servers)),
+            )
         )
     return found
+
+
+def _live(recipe: Recipe, num_training: int, *, num_engines: int) -> int:
+    """Return the number of sequences that an engine samples at once at most; `num_engines` share the episodes of all ranks."""
+    rollout, engine = recipe.rollout, recipe.engine
+    num_sampling = engine.num_sampling(num_training)
+    started = (1 + rollout.staleness_bound) * rollout.num_groups * rollout.group_size
+    live = min(started, num_sampling * rollout.live_episodes(rollout.num_groups // num_sampling))
+    return min(-(-live // num_engines), getattr(engine, "max_batch_size", None) or live)
 
 
 def remedies(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None = None) -> Iterator[tuple[str, int]]:
@@ -440,14 +456,14 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
     }
     by_vllm = bool(memory) and num_processes == 1 and isinstance(recipe.engine, VLLMConfig)
     by_vllm = by_vllm and is_reloadable(sizes.config)  # else `auto` takes the other engine
-    sampling = {"a pass of sampling": 0 if by_vllm else _sampling_pass(recipe, sizes)}
+    sampling = {"a pass of sampling": 0 if by_vllm else _sampling_pass(recipe, sizes, num_processes)}
     at_once = update | sampling if recipe.rollout.samples_during_update else max(update, sampling, key=_together)
     uses |= at_once
     if num_processes > 1 and not is_sharded:
         uses["gradients, to be averaged"] = _SINGLE * counted.trained  # DDP's buckets
     if memory:
         uses["CUDA and kernels"] = _CONTEXT
-    uses |= {"vLLM": _vllm(recipe, memory, _VLLM_SHARE)} if by_vllm else _engine(recipe, sizes)
+    uses |= {"vLLM": _vllm(recipe, memory, _VLLM_SHARE)} if by_vllm else _engine(recipe, sizes, num_processes)
     cached = _cached_tokens(recipe, sizes, uses["vLLM"]) if "vLLM" in uses else None
     uses = {name: size for name, size in uses.items() if size}
     num_kept = recipe.loss.kept_versions if recipe.loss.anchor == "sampled" else 0
@@ -456,6 +472,7 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
         count=num_processes,
         uses=uses,
         cached_tokens=cached,
+        live=_live(recipe, num_processes, num_engines=num_processes),
         at_start=0 if is_in_parts or not is_sharded else _SINGLE * counted.total,
         kept_versions=num_kept * _SINGLE * counted.trained // shards,
     )
@@ -527,23 +544,29 @@ def _option(recipe: Recipe, name: str, default: float) -> float:
     return value
 
 
-def _engine(recipe: Recipe, sizes: Sizes) -> dict[str, int]:
+def _rows(recipe: Recipe, engine: BatchedConfig, num_processes: int) -> int:
+    """Return the number of requests that an engine in a rank that trains decodes together."""
+    groups = recipe.rollout.num_groups // engine.num_sampling(num_processes)
+    return engine.max_batch_size or recipe.rollout.live_episodes(groups)
+
+
+def _engine(recipe: Recipe, sizes: Sizes, num_processes: int) -> dict[str, int]:
     """Return the memory of an engine in a rank that trains, unless it is vLLM."""
     engine = recipe.engine
     if not isinstance(engine, BatchedConfig):
         return {}  # elsewhere, or a stranger's
-    tokens = recipe.rollout.max_context_tokens * engine.max_batch_size
+    tokens = recipe.rollout.max_context_tokens * _rows(recipe, engine, num_processes)
     keys_and_values = tokens * _bytes_per_token(recipe, sizes.config)
     return {"engine": sizes.weights.total * _half(recipe), "keys and values": keys_and_values}
 
 
-def _sampling_pass(recipe: Recipe, sizes: Sizes) -> int:
+def _sampling_pass(recipe: Recipe, sizes: Sizes, num_processes: int) -> int:
     """Return the peak memory of a pass of an engine in this process: over prompts, or for sampling from logits."""
     engine = recipe.engine
     if not isinstance(engine, BatchedConfig):
         return 0
     size = _half(recipe)
-    context, rows = recipe.rollout.max_context_tokens, engine.max_batch_size
+    context, rows = recipe.rollout.max_context_tokens, _rows(recipe, engine, num_processes)
     # A longer prompt than the engine computes at once is computed alone, as much at once as its mask allows.
     tokens = max(min(engine.max_prefill_tokens, rows * context), min(context, MAX_MASK // context))
     mask = (size + 1) * min(tokens * context, MAX_MASK)

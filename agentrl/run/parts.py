@@ -41,7 +41,7 @@ from agentrl.policy.model import Policy, check_dropout, load_pretrained, make_lo
 from agentrl.policy.sharded_checkpoint import load_sharded, small_like
 from agentrl.rollout import EnvPlayer, EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks, describe_env
 from agentrl.rollout.demonstrations import Demonstration, demonstrations, read_dialogues
-from agentrl.rollout.env_driver import Environments, MakeEnv
+from agentrl.rollout.env_driver import MakeEnv
 from agentrl.rollout.evaluation import EvaluationConfig
 from agentrl.rollout.tasks import Stage
 from agentrl.types import TaskShard, Trajectory
@@ -375,7 +375,8 @@ def build_engine(
         shard=shard,
         handover=handover,
         max_context_tokens=rollout.max_context_tokens,
-        repeats_exactly=rollout.repeats_exactly,
+        max_live_episodes=rollout.live_episodes(shard.num_groups),
+        repeats_exactly=rollout.repeats_exactly(device.type),
         samples_during_update=rollout.samples_during_update,
         returns_experts=returns_experts,
         adapters=_adapters(model, lora),

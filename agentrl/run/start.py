@@ -216,7 +216,7 @@ def reuse_environments(parts: Parts) -> str | None:
     for env in parts.evaluation_envs if parts.recipe.evaluation.env else ():
         found = parts.runner.run(prove_reset(env.player.make, env.tasks, timeout_s=rollout.env_timeout_s))
         env.player.is_reused = found.flaw is None
-    return proof.warning(live=rollout.max_live_episodes)
+    return proof.warning(live=rollout.live_episodes(pool.shard.num_groups))
 
 
 def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:

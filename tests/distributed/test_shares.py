@@ -141,6 +141,7 @@ def test_an_engine_has_room_for_weights_that_are_pushed(tmp_path: Path) -> None:
         shard=TaskShard(1),
         handover=tmp_path,
         max_context_tokens=64,
+        max_live_episodes=8,
         repeats_exactly=True,
         samples_during_update=False,
     )

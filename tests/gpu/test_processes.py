@@ -87,3 +87,33 @@ def test_weights_arrive_as_they_were_sent() -> None:
     assert taken.keys() == expected.keys()
     for name, weight in expected.items():
         assert np.array_equal(taken[name], weight.double().numpy())
+
+
+def hand_over_late(port: int) -> list[bool]:
+    """Rank 0 sends weights whose bytes are a second behind; the other reads them on a stream of its own at once."""
+    share_one_gpu()
+    rank, device, size = int(os.environ["RANK"]), torch.device("cuda", 0), 2**20
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60))
+    channel = Channel(store, rank=rank, size=2, device=device, address="127.0.0.1", timeout_s=60)
+    is_right: list[bool] = []
+    if rank == 0:
+        for number in range(4):
+            sent = torch.full((size,), 1.0 + number, device=device)
+            bucket = pack([Weight((str(number),), sent, torch.float32)], device)
+            channel._send_sizes(len(bucket.header), len(bucket.payload))
+            channel._broadcast(bucket.header)
+            torch.cuda._sleep(2 * 10**9)  # cycles
+            channel._broadcast(bucket.payload)
+        channel.end()
+    else:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            copies = [(float(name), weight.clone()) for name, weight in channel.receive()]
+            is_right = [bool((copy == 1.0 + number).all()) for number, copy in copies]
+    torch.cuda.synchronize()
+    channel.close()
+    return is_right
+
+
+def test_weights_are_read_only_when_they_are_there() -> None:
+    (is_right,) = filter(None, together(2, hand_over_late, free_port()))
+    assert is_right == [True] * 4

@@ -101,6 +101,18 @@ def test_no_more_environments_live_than_allowed_and_a_free_place_is_refilled(
     assert engine.live.count(4) > len(engine.live) / 2
 
 
+def test_all_episodes_of_a_step_are_played_at_once_unless_fewer_are_asked_for(
+    new_pool: NewPool, new_engine: NewEngine
+) -> None:
+    engine = new_engine(Counts)
+    collect(new_pool(engine=engine, num_groups=24, max_turns=1, max_live_episodes=None), 24)
+    assert isinstance(engine, Counts)
+    assert max(engine.live) == 24 * 3
+    settings = RolloutConfig(num_groups=24, group_size=3)
+    assert settings.live_episodes(12) == 64  # of a rank with half of the groups, for evaluations
+    assert settings.model_copy(update={"max_live_episodes": 5}).live_episodes(24) == 5
+
+
 def pause_a_while(what: str, _: Talk) -> None:
     if what in ("made", "reset", "step"):
         time.sleep(random.random() * 0.004)

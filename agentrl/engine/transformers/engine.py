@@ -72,7 +72,7 @@ class TransformersConfig(BatchedConfig):
         model = model.to(context.device, context.dtype)
         return TransformersEngine(
             model,
-            self.with_lockstep(context),
+            self.resolved(context),
             max_context_tokens=context.max_context_tokens,
             returns_experts=context.returns_experts,
             keeps_adapters=context.adapters is not None,
@@ -117,7 +117,7 @@ class TransformersEngine(BatchedEngine):
         self._has_base = False
         self._adapted: list[nn.Module] = []
         """Layers that compute with an adapter."""
-        self._rows = [_Row(index=i) for i in range(self._config.max_batch_size)]
+        self._rows = [_Row(index=i) for i in range(self._max_batch_size)]
         self._max_context_tokens = max_context_tokens
         self._experts = experts_of(model) if returns_experts else None
         """None: experts are not returned."""

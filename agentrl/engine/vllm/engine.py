@@ -84,7 +84,7 @@ class VLLMConfig(BatchedConfig):
         check_one_process(context.shard.num_processes)
         return VLLMEngine(
             context.model,
-            self.with_lockstep(context),
+            self.resolved(context),
             dtype=context.dtype,
             max_tokens=context.max_context_tokens,
             returns_experts=context.returns_experts,
@@ -328,7 +328,7 @@ class VLLMEngine(BatchedEngine):
                 "load_format": "dummy",  # a weight sync comes before sampling
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "max_model_len": max_tokens,
-                "max_num_seqs": self._config.max_batch_size,
+                "max_num_seqs": self._max_batch_size,
                 "max_num_batched_tokens": max(self._config.max_prefill_tokens, max_tokens),
                 "disable_log_stats": True,
                 **self._adapter_arguments,

@@ -190,8 +190,9 @@ class VLLMServerConfig(EngineConfig):
 
     name: str = "vllm_server"
     server: ServerConfig = ServerConfig()
-    max_batch_size: Count = 64
-    """Largest number of requests that a server started by `agentrl serve` decodes together."""
+    max_batch_size: Count | None = None
+    """Largest number of requests that a server started by `agentrl serve` decodes together. Null: those of all live episodes,
+    as many as its key-value cache holds."""
     max_prefill_tokens: Amount = 8192
     """Largest number of prompt tokens that such a server computes at once."""
     vllm: dict[str, Any] = Field(default_factory=dict)

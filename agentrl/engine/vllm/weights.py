@@ -157,6 +157,9 @@ class Channel:
             coming = executor.submit(self._receive)
             while (bucket := coming.result()) is not None:
                 coming = executor.submit(self._receive)
+                if self._device.type == "cuda":
+                    for tensor in bucket:  # of the executor's stream, on which the next bucket may get its memory
+                        tensor.record_stream(torch.cuda.current_stream(self._device))
                 yield from unpack(bucket)
 
     def close(self) -> None:
@@ -173,6 +176,10 @@ class Channel:
         header, payload = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes.tolist())
         self._broadcast(header)
         self._broadcast(payload)
+        if (
+            self._device.type == "cuda"
+        ):  # only this thread's stream waits for NCCL, and another thread reads the weights
+            torch.cuda.current_stream(self._device).synchronize()
         return Bucket(header, payload)
 
     def _send_sizes(self, header: int, payload: int) -> None:
