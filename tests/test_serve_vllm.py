@@ -42,7 +42,11 @@ def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as serving:
         try:
             assert serving.stdout is not None
-            assert serving.stdout.readline().startswith(f"serving at {recipe['engine']['server']['url']}; log: ")  # type: ignore[index]
+            line = serving.stdout.readline()
+            assert line.startswith(f"serving at {recipe['engine']['server']['url']}; log: ")  # type: ignore[index]
+            model = Path(line.partition("; log: ")[2].partition("; end")[0]).with_name("model")
+            assert (model / "config.json").is_file()
+            assert not list(model.glob("*.safetensors"))  # it has random weights until a run syncs its own
             children = psutil.Process(serving.pid).children(recursive=True)
             # Of two processes the first plays all groups on it, and the other only trains.
             for how, *options in (("train",), ("launch", "--processes", "2")):

@@ -71,6 +71,14 @@ def export_model(
     write_folder(folder, write)
 
 
+def write_config(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the configuration and the tokenizer of a transformers model, without weights."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]  # unset for a model that was not loaded
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def export_adapter(model: Any, folder: Path, *, also: Also = lambda _: None) -> None:
     """Write the adapters of a model alone, as `save_adapter` does; the folder appears whole or not at all.
 

@@ -18,13 +18,13 @@ from agentrl.engine.vllm.servers import VLLMServerConfig
 from agentrl.errors import ConfigError
 from agentrl.learn.policy_state import load_weights
 from agentrl.models.auto_classes import auto_class, freeze_towers
-from agentrl.policy.export import export_adapter, export_model, stop_at
+from agentrl.policy.export import export_adapter, export_model, stop_at, write_config
 from agentrl.policy.lora import adapted_layers, add_lora
-from agentrl.policy.model import Policy, load_pretrained, make_local_model, open_config
+from agentrl.policy.model import Policy, load_pretrained, make_local_model, open_checkpoint, open_config
 from agentrl.recipe.config import Recipe
 from agentrl.report.card import write_card
 from agentrl.report.folder import RunFolder
-from agentrl.run.build import Parts
+from agentrl.run.build import build
 from agentrl.run.checkpoint import checkpoint_at
 
 
@@ -56,21 +56,12 @@ def export(
     """
     check_name(folder)
     checkpoint = checkpoint_at(run, step)
-    if recipe.model.name_or_path is not None:
-        # Without `model.attention`, whose package may be missing: nothing attends.
-        model, tokenizer = load_pretrained(recipe.model.name_or_path)
-        if dtype is None and recipe.model.lora is None:  # rounding would take most of a young adapter away
-            dtype = open_config(recipe.model.name_or_path, field="model.name_or_path")[1].dtype
-        freeze_towers(model)  # as in training: a sharded checkpoint has none of what is frozen
-    else:
-        tokenizer = load_tokenizer(run.tokenizer)
-        model = make_local_model(recipe.model.local, tokenizer)
-    if recipe.model.lora is not None:
-        add_lora(model, recipe.model.lora)
-    elif only_adapter:
+    if only_adapter and recipe.model.lora is None:
         raise ConfigError("this run trains no adapter (model.lora)")
-    with checkpoint_errors(checkpoint):
-        load_weights(Policy(model), checkpoint)
+    # Of adapters, rounding would take most of a young one away.
+    if dtype is None and recipe.model.name_or_path is not None and recipe.model.lora is None:
+        dtype = open_config(recipe.model.name_or_path, field="model.name_or_path")[1].dtype
+    model, tokenizer = _load_trained(recipe, run, checkpoint)
 
     card = partial(
         write_card,
@@ -90,24 +81,90 @@ def export(
         export_model(model, tokenizer, folder, dtype=dtype, also=card)
 
 
+def _load_trained(recipe: Recipe, run: RunFolder, checkpoint: Path) -> tuple[Any, Any]:
+    """Return a run's model with the weights of a checkpoint, and its tokenizer."""
+    if recipe.model.name_or_path is not None:
+        # Without `model.attention`, whose package may be missing: nothing attends.
+        model, tokenizer = load_pretrained(recipe.model.name_or_path)
+        freeze_towers(model)  # as in training: a sharded checkpoint has none of what is frozen
+    else:
+        tokenizer = load_tokenizer(run.tokenizer)
+        model = make_local_model(recipe.model.local, tokenizer)
+    if recipe.model.lora is not None:
+        add_lora(model, recipe.model.lora)
+    with checkpoint_errors(checkpoint):
+        load_weights(Policy(model), checkpoint)
+    return model, tokenizer
+
+
+def load_to_serve(recipe: Recipe, run: RunFolder | None, *, with_weights: bool) -> tuple[Any, Any]:
+    """Return the model of a recipe or a run for `serve`, and its tokenizer.
+
+    Args:
+        recipe: recipe of a single rank that does not train.
+        run: the run, if it is one's.
+        with_weights: load them, a run's from its newest checkpoint. False: there are none, unless the model is a local one.
+    """
+    name = recipe.model.name_or_path
+    if with_weights and run is not None:
+        return _load_trained(recipe, run, checkpoint_at(run, None))
+    if name is None:  # the environment's demonstrations may be needed for its tokenizer
+        known = run.tokenizer if run is not None and run.tokenizer.is_dir() else None
+        with build(recipe, tokenizer_folder=known) as parts:
+            return parts.policy.model, parts.tokenizer
+    if with_weights:
+        model, tokenizer = load_pretrained(name)
+    else:
+        _, config, tokenizer = open_checkpoint(name, field="model.name_or_path")
+        with torch.device("meta"):
+            model = auto_class(config).from_config(config)
+    if recipe.model.lora is not None:
+        add_lora(model, recipe.model.lora)
+    return model, tokenizer
+
+
 def serve(
-    parts: Parts, config: VLLMServerConfig, folder: Path, *, timeout_s: float, returns_experts: bool = False
+    recipe: Recipe,
+    config: VLLMServerConfig,
+    folder: Path,
+    *,
+    model: Any,
+    tokenizer: Any,
+    with_weights: bool,
+    timeout_s: float,
+    returns_experts: bool = False,
 ) -> Server:
-    """Start a vLLM server at the address of `config`; the model and the server's log go into `folder`."""
-    recipe, url = parts.recipe, urlsplit(config.server.urls[0])
+    """Start a vLLM server at the address of `config`.
+
+    Args:
+        recipe: recipe of the run.
+        config: the engine's section.
+        folder: folder for the model and the server's log.
+        model: the model, as `load_to_serve` returns it.
+        tokenizer: its tokenizer.
+        with_weights: write the model's weights, in the server's dtype. False: it begins with random ones, of which nothing is
+            written, and a trainer's first weight sync replaces them.
+        timeout_s: deadline of the start, in seconds.
+        returns_experts: completions carry the experts of a mixture.
+    """
+    url = urlsplit(config.server.urls[0])
     folder.mkdir(parents=True, exist_ok=True)
-    export_model(parts.policy.model, parts.tokenizer, folder / "model")
     options: dict[str, Any] = {
         "host": url.hostname,
         "dtype": recipe.train.precision,
         "max_model_len": recipe.rollout.max_context_tokens,
-        "max_num_seqs": config.max_batch_size,
+        "max_num_seqs": config.max_batch_size or recipe.rollout.live_episodes(recipe.rollout.num_groups),
         "max_num_batched_tokens": max(config.max_prefill_tokens, recipe.rollout.max_context_tokens),
+        "load_format": "auto" if with_weights else "dummy",
     }
     options |= config.vllm
-    lora, model = recipe.model.lora, parts.policy.model
+    lora = recipe.model.lora
     adapters = None if lora is None or lora.merge else Adapters(rank=lora.rank, layers=tuple(adapted_layers(model)))
     dtype = parse_dtype(options["dtype"], model)
+    if with_weights:
+        export_model(model, tokenizer, folder / "model", dtype=dtype)
+    else:
+        write_config(model, tokenizer, folder / "model")
     return start_server(
         folder / "model",
         port=url.port or 80,
