@@ -20,7 +20,7 @@ from agentrl.engine.transformers.engine import TransformersConfig, TransformersE
 from agentrl.env import MessageEnv
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import make_local_model
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks
+from agentrl.rollout import EnvPlayer, EpisodeContext, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Message
 from benchmarks.partial_rollouts import TOKENIZER, OftenStops
 
@@ -52,7 +52,7 @@ def collect(episodes: int, live: int, *, lockstep: bool) -> tuple[float, float]:
     )
     engine = TransformersEngine(make_local_model(LocalModelConfig(), TOKENIZER), TransformersConfig(lockstep=lockstep))
     pool = RolloutPool(
-        make_env=Tool,
+        EnvPlayer(Tool),
         context=EpisodeContext(engine=engine, renderer=OftenStops(TOKENIZER), config=config),
         tasks=Tasks(seed=0),
     )
