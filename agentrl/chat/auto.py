@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from agentrl.chat.chatml import ChatMLConfig, ChatMLRenderer
+from agentrl.chat.chatml import ChatMLConfig
 from agentrl.chat.encoder import Encoder
 from agentrl.chat.proof.families import find_family, missing_package
 from agentrl.chat.proof.template import UnprovenError, prove
@@ -25,9 +25,9 @@ class AutoConfig(TemplateConfig):
         """Yield what is considered in its order; the last is what `build` returns."""
         if not (tokenizer.chat_template or self.template):
             yield RendererCandidate("template", "the tokenizer has no chat template, and chat.template names none")
-            config = ChatMLConfig(system=self.system, thinking=self.thinking)
+            config = self._chatml()
             yield RendererCandidate(
-                "chatml", "the tokenizer has the tokens of ChatML", ChatMLRenderer(tokenizer, config)
+                "chatml", "the tokenizer has the tokens of ChatML", config.build(tokenizer, name=name)
             )
             return
         text = template_text(tokenizer, self, name)
@@ -40,7 +40,10 @@ class AutoConfig(TemplateConfig):
 
     def exported_template(self, tokenizer: Any) -> str | None:
         """Return the template; without one, the ChatML form as one."""
-        return super().exported_template(tokenizer) or ChatMLConfig().exported_template(tokenizer)
+        return super().exported_template(tokenizer) or self._chatml().exported_template(tokenizer)
+
+    def _chatml(self) -> ChatMLConfig:
+        return ChatMLConfig(system=self.system, thinking=self.thinking)
 
     def _family(self, tokenizer: Any, text: str, encode: Encoder, *, name: str) -> RendererCandidate:
         if install := missing_package(tokenizer, text):

@@ -1,4 +1,4 @@
-"""A small ChatML form for models made locally.
+"""A small ChatML form for models made locally, and for pretrained ones that have its tokens and no template.
 
 `chatml.jinja` is the same form as a chat template: other programs render with it what `ChatMLRenderer` renders.
 """
@@ -14,7 +14,9 @@ from tokenizers import Tokenizer
 from agentrl.chat.encoder import Encoder
 from agentrl.chat.forms.json_calls import CLOSE, OPEN, format_reasoning, format_tool_call, parse_assistant
 from agentrl.chat.forms.tagged import END_THINK, THINK
-from agentrl.chat.renderer import Description, DialogueConfig, Thinking, Tools, prepared, stop_ids
+from agentrl.chat.proof.template import prove
+from agentrl.chat.renderer import Description, DialogueConfig, Renderer, Thinking, Tools, prepared, stop_ids
+from agentrl.chat.template import TemplateConfig, TemplateRenderer, offering
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -24,17 +26,55 @@ _SPELLED = "".join((START, END, OPEN, CLOSE, THINK, END_THINK))
 
 
 class ChatMLConfig(DialogueConfig):
-    """agentrl's small ChatML form, for models made locally."""
+    """agentrl's small ChatML form, for models made locally; to a pretrained model it shows the schemas of tools, whole."""
 
     renderer: str = "chatml"
 
-    def build(self, tokenizer: Any, *, name: str = "") -> "ChatMLRenderer":  # noqa: ARG002 - every tokenizer is alike
-        """Return the renderer."""
-        return ChatMLRenderer(tokenizer, self)
+    def build(self, tokenizer: Any, *, name: str = "") -> Renderer:
+        """Return the renderer; that of a pretrained model after proving it."""
+        if is_made_here(tokenizer):
+            return ChatMLRenderer(tokenizer, self)
+        _control_ids(tokenizer)
+        renderer = self._with_schemas(tokenizer, name=name)
+        prove(renderer, name=name)
+        return renderer
 
-    def exported_template(self, tokenizer: Any) -> str:  # noqa: ARG002 - every tokenizer is alike
+    def exported_template(self, tokenizer: Any) -> str:
         """Return the form as a chat template."""
-        return Path(__file__).with_name("chatml.jinja").read_text(encoding="utf-8").removesuffix("\n")
+        if is_made_here(tokenizer):
+            return _TEMPLATE.read_text(encoding="utf-8").removesuffix("\n")
+        return self._with_schemas(tokenizer).text
+
+    def _with_schemas(self, tokenizer: Any, *, name: str = "") -> TemplateRenderer:
+        config = TemplateConfig(template=_TEMPLATE, system=self.system, thinking=self.thinking or "keep")
+        return TemplateRenderer(tokenizer, config, name=name, offering=offering("hermes") + _NO_SIGNATURES)
+
+
+_TEMPLATE = Path(__file__).with_name("chatml.jinja")
+_NO_SIGNATURES = "{%- set tools = none -%}"
+"""Between the two templates: the first has written the tools."""
+
+
+def is_made_here(tokenizer: Any) -> bool:
+    """Return whether a tokenizer is one of `train_tokenizer`: of a small model that learns its tools from demonstrations."""
+    return [tokenizer.convert_tokens_to_ids(token) for token in (START, END, OPEN, CLOSE)] == [1, 2, 3, 4]
+
+
+def _control_ids(tokenizer: Any) -> tuple[int, int]:
+    """Return the ids of the tokens that begin and end a message.
+
+    Raises:
+        RendererError: if the tokenizer lacks them.
+    """
+    fast: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    start, end = (None, None) if fast is None else (fast.token_to_id(START), fast.token_to_id(END))
+    if start is None or end is None:
+        raise RendererError(
+            f"chat.renderer: the tokenizer lacks {START} or {END}, with which 'chatml' marks messages. Set "
+            "chat.template to a file with a chat template for this tokenizer, or chat.renderer to a renderer of your "
+            "own ('module:Class')"
+        )
+    return start, end
 
 
 _DEFAULT = ChatMLConfig()
@@ -51,16 +91,9 @@ class ChatMLRenderer:
     def __init__(self, tokenizer: Any, config: ChatMLConfig = _DEFAULT) -> None:
         """Take a transformers fast tokenizer that has the two ChatML tokens."""
         self._system, self._thinking = config.system, config.thinking or "keep"
-        fast: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
-        ids: Any = [fast.token_to_id(token) for token in (START, END)] if fast is not None else [None, None]
-        if fast is None or None in ids:
-            raise RendererError(
-                f"chat.renderer: the tokenizer lacks {START} or {END}, with which 'chatml' marks messages. Set "
-                "chat.template to a file with a chat template for this tokenizer, or chat.renderer to a renderer of your "
-                "own ('module:Class')"
-            )
-        self._control, self._encode = fast, Encoder(tokenizer, control=False, spelled=_SPELLED)
-        self._start_id, self._end_id = int(ids[0]), int(ids[1])
+        self._start_id, self._end_id = _control_ids(tokenizer)
+        self._control: Tokenizer = tokenizer.backend_tokenizer
+        self._encode = Encoder(tokenizer, control=False, spelled=_SPELLED)
         self._stop_ids = stop_ids(tokenizer, template=(self._end_id,))
         self._newline = self._encode("\n")
         self._prompt = (self._start_id, *self._encode("assistant\n"))

@@ -57,7 +57,7 @@ class TemplateConfig(DialogueConfig):
         """Return the renderer, after proving it."""
         renderer = TemplateRenderer(tokenizer, self, name=name, encode=encode)
         if renderer.facts.no_tools is not None:
-            with_tools = TemplateRenderer(tokenizer, self, name=name, offering=_offering(self.tool_form))
+            with_tools = TemplateRenderer(tokenizer, self, name=name, offering=offering(self.tool_form))
             renderer = renderer if with_tools.facts.no_tools else with_tools
         prove(renderer, name=name, tools=() if renderer.facts.no_tools else TOOLS)
         return renderer
@@ -68,7 +68,7 @@ class TemplateConfig(DialogueConfig):
         return self.proven(tokenizer, name="").text if text else text
 
 
-def _offering(form: ToolForm) -> str:
+def offering(form: ToolForm) -> str:
     """Return the beginning of a template that writes tools, calls and results into messages of text."""
     text = Path(__file__).with_name("tools.jinja").read_text(encoding="utf-8")
     if form == "json":

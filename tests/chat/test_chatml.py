@@ -1,3 +1,4 @@
+import json
 import random
 from typing import Any
 
@@ -5,11 +6,12 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from agentrl.chat import AutoConfig, ChatMLRenderer, Dialogue, TemplateRenderer, train_tokenizer
+from agentrl.chat import AutoConfig, ChatMLConfig, ChatMLRenderer, Dialogue, TemplateRenderer, train_tokenizer
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer
 from agentrl.types import Message
 from tests.support.each import each
+from tests.support.families import FAMILIES, make_tokenizer
 
 TOKENIZER = train_tokenizer(["user\nassistant\nsystem\ntool\n"], vocab_size=280)
 PAD, START, END, OPEN, CLOSE = range(5)
@@ -154,6 +156,39 @@ def test_other_programs_render_an_exported_model_with_its_chat_template_as_it_wa
             )
             assert theirs.context_ids == ours.context_ids
             assert text(renderer.start(theirs.history, tools)) == text(RENDERER.start(ours.history, tools))
+
+
+def test_a_pretrained_model_reads_schemas_with_descriptions_and_the_form_of_a_call() -> None:
+    tokenizer = make_tokenizer(FAMILIES["qwen2_5"])
+    renderer = ChatMLConfig(system="Be kind.").build(tokenizer, name="qwen")
+    check_renderer(renderer)
+    box = {**BOX["function"], "description": "Open a box."}
+    tools = [{"type": "function", "function": box}]
+    opening = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}]
+    context = renderer.start(opening, tools)
+    whole = tokenizer.decode(list(context))
+    assert whole.startswith("<|im_start|>system\nBe kind.\n\nBe brief.\n\n# Tools\n\n")
+    assert f"<tools>\n{json.dumps({'type': 'function', 'function': box})}\n</tools>" in whole
+    assert '<tool_call>\n{"name": "FUNCTION", "arguments": {"PARAMETER": VALUE}}\n</tool_call><|im_end|>\n' in whole
+    assert "open_box(" not in whole  # no signature
+    message = assistant("Well.", [("open_box", {"box": 1})])
+    action = renderer.encode(message)
+    assert renderer.parse(action, context, tools) == message
+    added = renderer.extend(context, action, [{"role": "tool", "content": "empty"}])
+    assert tokenizer.decode(list(added or ())) == (
+        "\n<|im_start|>user\n<tool_response>\nempty\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    tokenizer.chat_template = ChatMLConfig().exported_template(tokenizer)
+    said = [{"role": "system", "content": "Be kind.\n\nBe brief."}, opening[1]]
+    assert tokenizer.apply_chat_template(said, tools=tools, tokenize=False, add_generation_prompt=True) == whole
+
+
+def test_a_pretrained_tokenizer_without_a_template_gets_the_same_from_auto() -> None:
+    tokenizer = make_tokenizer(FAMILIES["qwen2_5"])
+    opening = [{"role": "user", "content": "Go."}]
+    auto, chatml = (config.build(tokenizer, name="qwen") for config in (AutoConfig(), ChatMLConfig()))
+    assert auto.start(opening, [BOX]) == chatml.start(opening, [BOX])
+    assert AutoConfig().exported_template(tokenizer) == ChatMLConfig().exported_template(tokenizer)
 
 
 def test_a_malformed_call_is_written_alike() -> None:
