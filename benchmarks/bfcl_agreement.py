@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_utils
@@ -27,6 +27,7 @@ from agentrl_envs.adapters.bfcl import BFCL, Call, Task, expected_turns
 
 Turns = list[list[Call]]
 """Calls by the user's turns."""
+Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 SPLITS = ("train", "eval")
 
 
@@ -109,8 +110,8 @@ def edit_argument(turns: Turns, rng: np.random.Generator, edit: Callable[[str, A
     if call.arguments:
         name = list(call.arguments)[int(rng.integers(len(call.arguments)))]
         edited = edit(name, copy.deepcopy(call.arguments[name]))
-        turns[turn][place] = Call(name=call.name, arguments={**call.arguments, **edited} if name in edited else
-                                  {key: value for key, value in call.arguments.items() if key != name} | edited)  # fmt: skip
+        kept = {key: value for key, value in call.arguments.items() if key != name}
+        turns[turn][place] = Call(name=call.name, arguments=kept | edited)
 
 
 def recorded(turns: Turns, rng: np.random.Generator) -> list[list[list[Call]]]:
@@ -124,7 +125,8 @@ def by_environment(env: BFCL, options: dict[str, Any], episode: list[list[list[C
     env.reset(seed=0, options=options)
     info: dict[str, Any] = {}
     for messages in episode:
-        for action in [*map(message_of, messages), "Done."]:
+        actions: list[str | Message] = [*map(message_of, messages), "Done."]
+        for action in actions:
             _, _, is_over, _, info = env.step(action)
             if is_over:
                 return Verdict(is_right=info["success"], error=info.get("bfcl_error"))
@@ -151,6 +153,31 @@ def text_of(call: Call) -> str:
     return f"{call.name}({','.join(f'{name}={value!r}' for name, value in call.arguments.items())})"
 
 
+def change_calls(env: BFCL, rng: np.random.Generator) -> tuple[str, list[list[list[Call]]]]:
+    """Return an episode of the task that has begun, and what was changed in it."""
+    turns = [list(turn.calls) for turn in expected_turns(env.task)]
+    offered = [tool["function"]["name"] for tool in env.tools]
+    kinds = []
+    for _ in range(int(rng.choice([0, 1, 2, 3], p=[0.25, 0.5, 0.15, 0.1]))):
+        if any(turns):
+            kinds.append(CHANGES[int(rng.integers(len(CHANGES)))])
+            kinds[-1](turns, offered, rng)
+    return "none" if not kinds else kinds[0].__name__ if len(kinds) == 1 else "several", recorded(turns, rng)
+
+
+def compared(
+    env: BFCL, options: dict[str, Any], episode: list[list[list[Call]]], seconds: Array | None = None
+) -> tuple[Verdict, Verdict]:
+    """Return the verdicts of the environment and of BFCL, and add up the seconds of both."""
+    began = time.perf_counter()
+    ours = by_environment(env, options, copy.deepcopy(episode))
+    between = time.perf_counter()
+    theirs = by_bfcl(env.task, episode)
+    if seconds is not None:
+        seconds += between - began, time.perf_counter() - between
+    return ours, theirs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1000)
@@ -160,28 +187,15 @@ def main() -> None:
     env, rng = BFCL(category=arguments.category), np.random.default_rng(arguments.seed)
     places = [(split, index) for split in SPLITS for index in range(env.num_tasks(split))]
     counts: dict[str, Counter[str]] = {}
-    seconds: Counter[str] = Counter()
+    seconds = np.zeros(2)
     for number in range(arguments.episodes):
         if number % len(places) == 0:
             order = rng.permutation(len(places))
         split, index = places[order[number % len(places)]]
         options = {"split": split, "task_index": index}
         env.reset(seed=0, options=options)
-        turns = [list(turn.calls) for turn in expected_turns(env.task)]
-        offered = [tool["function"]["name"] for tool in env.tools]
-        num_changes = int(rng.choice([0, 1, 2, 3], p=[0.25, 0.5, 0.15, 0.1]))
-        kinds = []
-        for _ in range(num_changes):
-            if any(turns):
-                kinds.append(CHANGES[int(rng.integers(len(CHANGES)))])
-                kinds[-1](turns, offered, rng)
-        episode = recorded(turns, rng)
-        began = time.perf_counter()
-        ours = by_environment(env, options, copy.deepcopy(episode))
-        between = time.perf_counter()
-        theirs = by_bfcl(env.task, episode)
-        seconds.update(environment=between - began, bfcl=time.perf_counter() - between)
-        kind = "none" if not kinds else kinds[0].__name__ if len(kinds) == 1 else "several"
+        kind, episode = change_calls(env, rng)
+        ours, theirs = compared(env, options, episode, seconds)
         counts.setdefault(kind, Counter()).update(
             episodes=1,
             right=theirs.is_right,
@@ -202,8 +216,8 @@ def main() -> None:
                 "right": total["right"],
                 "wrong": total["episodes"] - total["right"],
                 "same_error": total["same_error"],
-                "environment_ms": round(1000 * seconds["environment"] / total["episodes"], 2),
-                "bfcl_ms": round(1000 * seconds["bfcl"] / total["episodes"], 2),
+                "environment_ms": round(1000 * seconds[0] / total["episodes"], 2),
+                "bfcl_ms": round(1000 * seconds[1] / total["episodes"], 2),
             }
         )
     )

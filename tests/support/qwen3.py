@@ -8,6 +8,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 QWEN3: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
     "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 6144},
+    "4B": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728},
     "8B": {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288},
     "30B-A3B": {
         "hidden_size": 2048,
@@ -28,7 +29,7 @@ def config_of(size: str, **changes: Any) -> Qwen3Config | Qwen3MoeConfig:
         "vocab_size": 151936,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "tie_word_embeddings": size in ("0.6B", "1.7B"),
+        "tie_word_embeddings": size in ("0.6B", "1.7B", "4B"),
     }
     sizes = {**common, **QWEN3[size], **changes}
     return (Qwen3MoeConfig if "num_experts" in sizes else Qwen3Config)(**sizes)

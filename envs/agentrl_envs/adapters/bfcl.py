@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -61,7 +61,9 @@ _SYSTEM = (
     "Do what the user asks with the tools you have. Call them until a request is done, then answer in text: a message without "
     "a call ends your turn, and the user goes on. If no tool does what is asked, or a value is missing, say so and call none."
 )
-_SYSTEM_SINGLE = "Make the tool calls that the request needs, all in one message. If no tool does what is asked, say so and call none."
+_SYSTEM_SINGLE = (
+    "Make all the tool calls that the request needs in one message. If no tool does it, say so and call none."
+)
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 _KEYWORDS = ("type", "description", "enum", "default", "properties", "required", "items")
 _DATA = Path(inspect.getfile(Language)).parents[1] / "data"
@@ -85,6 +87,20 @@ class Call:
 
     name: str
     arguments: dict[str, Any]
+
+
+_NO_CALL = Call(name="", arguments={})
+
+
+def _written(name: str, arguments: Any) -> Call:
+    """Return a call as a model writes it.
+
+    Raises:
+        ToolCallError: in words for the model.
+    """
+    if not name:
+        raise ToolCallError(f"malformed tool call: {arguments}")
+    return Call(name=name, arguments=arguments_object(name, arguments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,7 +151,7 @@ def _documents(api: str) -> list[dict[str, Any]]:
 
 
 @cache
-def _split_tasks(category: str, split: str) -> tuple[Task, ...]:
+def split_tasks(category: str, split: str) -> tuple[Task, ...]:
     """Return the tasks of a split. The harder variants of a task belong to the same one."""
     tasks = [task for name in CATEGORIES[category] for task in load_tasks(name)]
     keys = [task.id.rpartition("_")[2] if task.is_multi_turn else json.dumps(task.row["question"]) for task in tasks]
@@ -257,7 +273,7 @@ class Expected:
     """The APIs after the turn; to be looked at alone."""
 
 
-@lru_cache(maxsize=256)
+@cache
 def expected_turns(task: Task) -> tuple[Expected, ...]:
     """Return what each turn of a task should come to, by carrying out its ground truth."""
     apis, turns = make_apis(task), []
@@ -302,9 +318,10 @@ def _ast_checker() -> Any:
 
 def check_calls(task: Task, calls: Sequence[Call]) -> str | None:
     """Return the kind of error in the calls of a single turn; None: they are right."""
-    if not task.answer:
-        is_right = bool(calls) == task.category.endswith("_relevance")
-        return None if is_right else "irrelevance_error" if calls else "relevance_error"
+    if task.category.endswith("irrelevance"):
+        return "irrelevance_error" if calls else None
+    if task.category == "live_relevance":  # any call will do
+        return None if any(call.name for call in calls) else "relevance_error"
     decoded = [{call.name: call.arguments} for call in calls]
     try:
         found = _ast_checker()(task.row["function"], decoded, task.answer, Language.PYTHON, task.category, "agentrl")
@@ -359,18 +376,18 @@ class BFCL(ToolEnv):
 
     def num_tasks(self, split: str) -> int:
         """Return how many tasks a split has: a quarter, by hash, is for evaluation."""
-        return len(_split_tasks(self.category, split))
+        return len(split_tasks(self.category, split))
 
     def tasks_hash(self, split: str) -> str:
         """Return a hash of the tasks of a split, in their order."""
-        rows = [[task.row, task.answer] for task in _split_tasks(self.category, split)]
+        rows = [[task.row, task.answer] for task in split_tasks(self.category, split)]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     @property
     def task(self) -> Task:
         """The task that is played."""
         split, index = self._place
-        return _split_tasks(self.category, split)[index]
+        return split_tasks(self.category, split)[index]
 
     def start(self, options: dict[str, Any]) -> list[Message]:
         """Begin the task that `options["task_index"]` names, or one that the seed draws."""
@@ -397,6 +414,8 @@ class BFCL(ToolEnv):
         self.turn = self.num_steps = self.num_right = 0
         self.num_calls = 0
         """Calls in the user's turn."""
+        self._num_done = 0
+        """Calls of the ground truth, in its order, that are among them: where the oracle goes on."""
         self.responses: list[str] = []
         self._calls: list[Call] = []
         self._num_awaited = 0
@@ -412,16 +431,18 @@ class BFCL(ToolEnv):
         """Carry out one call."""
         self._num_awaited -= 1
         try:
-            if not name:
-                raise ToolCallError(f"malformed tool call: {arguments}")
-            call = Call(name=name, arguments=arguments_object(name, arguments))
-            return self._carry_out(call) if self.task.is_multi_turn else self._note(call)
+            if self.task.is_multi_turn:
+                return self._carry_out(name, arguments)
+            return self._note(name, arguments)
         finally:
             if self._num_awaited == 0:
                 self._end_message()
 
-    def _carry_out(self, call: Call) -> str:
+    def _carry_out(self, name: str, arguments: Any) -> str:
+        call = _written(name, arguments)
         self.num_calls += 1
+        right = expected_turns(self.task)[self.turn].calls
+        self._num_done += call in right[self._num_done : self._num_done + 1]
         try:
             response = respond(self.apis, call)
         except ToolCallError as error:
@@ -430,8 +451,9 @@ class BFCL(ToolEnv):
         self.responses.append(response)
         return response
 
-    def _note(self, call: Call) -> str:
-        self._calls.append(call)
+    def _note(self, name: str, arguments: Any) -> str:
+        self._calls.append(_NO_CALL)  # a call that cannot be read is one, and wrong
+        call = self._calls[-1] = _written(name, arguments)
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
         if call.name not in schemas:
             raise ToolCallError(f"unknown tool {call.name!r}; the tools are {', '.join(schemas)}")
@@ -466,7 +488,7 @@ class BFCL(ToolEnv):
             if self.turn_rewards:
                 self.reward(1 / self._num_checked, "turn")
         self.turn += 1
-        self.num_steps = self.num_calls = 0
+        self.num_steps = self.num_calls = self._num_done = 0
         if self.turn < len(turns):
             return self._question()
         if not self.turn_rewards:
@@ -530,11 +552,11 @@ class BFCL(ToolEnv):
         if task.is_multi_turn:
             calls = expected_turns(task)[self.turn].calls
             num = -(-len(calls) // self.max_steps)
-            return list(calls[self.num_calls : self.num_calls + num])
+            return list(calls[self._num_done : self._num_done + num])
         if task.answer:
             return [_accepted(call, task.row["function"]) for call in task.answer]
         first = self.tools[0]["function"]["name"] if self.tools else ""
-        return [Call(name=first, arguments={})] if task.category.endswith("_relevance") else []
+        return [Call(name=first, arguments={})] if task.category == "live_relevance" else []
 
     def _wrong_calls(self, calls: Sequence[Call], rng: np.random.Generator) -> list[Call]:
         if not calls and self.tools:
