@@ -45,6 +45,6 @@ def test_seeds_of_actions_are_the_same_on_every_machine() -> None:
 
 def test_an_action_of_a_call_has_a_seed_by_its_episode_its_context_and_its_siblings() -> None:
     tasks = (TASK, replace(TASK, attempt=1), replace(TASK, rollout_index=2), replace(TASK, sampling_seed=6))
-    contexts = ([1, 2], [2, 1], [1, 2, 0], [70_000], [])
+    contexts: tuple[list[int], ...] = ([1, 2], [2, 1], [1, 2, 0], [70_000], [])
     seeds = [task.call_seed(ids, sibling) for task in tasks for ids in contexts for sibling in range(3)]
     assert len({*seeds, *(task.turn_seed(k) for task in tasks for k in range(3))}) == len(seeds) + 12
