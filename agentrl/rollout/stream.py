@@ -160,16 +160,17 @@ class TaskStream:
 
     def record_progress(self, live: LiveEpisode) -> None:
         """Record that an episode finished turns, or else parts of its next actions."""
-        task, observation, turns = live.task, live.observation, live.turns
+        task, turns = live.task, live.turns
         before = self._playing[task.trajectory_id]
         num_known = len(before.turns) if before.task.attempt == task.attempt else 0
         for number in range(num_known, len(turns)):
             turn, shared = shorten(turns[number], turns[:number])
             snapshot = live.snapshot if number == len(turns) - 1 else None
-            self._write(Played(task=task, turn=turn, shared=shared, observation=observation, snapshot=snapshot))
+            played = Played(task=task, turn=turn, shared=shared, observation=live.observation, snapshot=snapshot)
+            self._write(played)
         begun = tuple(partial for partial in live.partials if partial.completion.token_ids)
         if begun and num_known == len(turns):
-            self._write(Interrupted(task=task, observation=observation, partials=begun))
+            self._write(Interrupted(task=task, observation=live.observation, partials=begun))
         self._playing[task.trajectory_id] = live
 
     @property

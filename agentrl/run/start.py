@@ -206,7 +206,8 @@ def _look_for_shared_tasks(parts: Parts, prepared: Preparation) -> None:
 
 def reuse_environments(parts: Parts) -> str | None:
     """Let environments play one episode after the other if `reset` is proven to forget; return a warning if it is slow."""
-    rollout, pool, player = parts.recipe.rollout, parts.pool, parts.env.player
+    rollout, pool = parts.recipe.rollout, parts.pool
+    player = parts.env.player
     proof = parts.runner.run(prove_reset(player.make, pool.tasks, timeout_s=rollout.env_timeout_s))
     flaws = [proof.flaw]
     for stage, make_env in enumerate(player.stages, 1):
