@@ -104,14 +104,14 @@ _ENVIRONMENT = {"HOME": "/work", "LANG": "C.UTF-8", "PYTHONPATH": "/work"}
 _ENVIRONMENT |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}
 _RUNS = itertools.count()
 _OPEN_FILES = 64
-_BEGUN = b"begun\n"
-"""First line of the script: without it, bubblewrap or the machine has failed, and no code has run."""
+BEGUN = b"agentrl: begun\n"
+"""First line of the script: without it, the sandbox or the machine has failed, and no code has run."""
 _MAX_WORDS = 500
 
 # Its input is an archive of the files, its output what the code says, and its standard error an archive of what the code left.
 # `kill -1` ends whatever else runs in here, so that nothing changes the files while they are packed.
 _SCRIPT = f"""
-echo {_BEGUN.decode().strip()} >&2
+echo {BEGUN.decode().strip()} >&2
 exec 3>&2 2>&1
 tar -xmf - --no-same-owner -C / && cd /work || exit 125
 "$@" </dev/null 3>&-
@@ -156,28 +156,47 @@ class Bubblewrap(FileSandbox):
     def _run(self, code: str, language: Language, files: Files) -> tuple[ExecResult, Files | None]:
         config = self.config
         command = [_python(config.python), "-s", "/tmp/main"] if language == "python" else ["sh", "/tmp/main"]
-        inside = {f"work/{path}": content for path, content in files.items()}
-        archive = packed({**inside, "tmp/main": code.encode(errors="replace")})
         command = [*_limits(config), "sh", "-c", _SCRIPT, "sh", *command]
         try:
-            done = _finished(config, command, archive)
+            done = _finished(config, command, archive_of(code, files))
         except OSError as error:
-            raise _failure(f"{type(error).__name__}: {error}") from error
-        if not done.second.startswith(_BEGUN):
-            ended = f"within {config.timeout_s:g} s" if done.timed_out else f"and ended with status {done.returncode}"
-            raise _failure(
-                " ".join(done.second.decode(errors="replace").split())[:_MAX_WORDS] or f"it did not begin {ended}"
-            )
-        result = ExecResult(
-            output=done.output.decode(errors="replace"),
-            returncode=done.returncode,
-            timed_out=done.timed_out,
-            num_cut=done.num_cut,
+            raise failure(self.name, f"{type(error).__name__}: {error}") from error
+        return outcome(self.name, done, timeout_s=config.timeout_s)
+
+
+def archive_of(code: str, files: Files) -> bytes:
+    """Return the input of a script: the files in the folder `work`, and the code as `tmp/main`."""
+    inside = {f"work/{path}": content for path, content in files.items()}
+    return packed({**inside, "tmp/main": code.encode(errors="replace")})
+
+
+def outcome(name: str, done: Finished, *, timeout_s: float) -> tuple[ExecResult, Files | None]:
+    """Return what a script printed, and the files that it left; None: they are lost.
+
+    Raises:
+        EnvironmentFailure: if it did not begin, and no code ran.
+    """
+    before, begun, archive = done.second.partition(BEGUN)
+    if not begun:
+        ended = f"within {timeout_s:g} s" if done.timed_out else f"and ended with status {done.returncode}"
+        raise failure(
+            name, " ".join(before.decode(errors="replace").split())[:_MAX_WORDS] or f"it did not begin {ended}"
         )
-        try:
-            return result, unpacked(done.second.removeprefix(_BEGUN))
-        except ValueError:  # cut short, as where the script itself was killed
-            return result, None
+    result = ExecResult(
+        output=done.output.decode(errors="replace"),
+        returncode=done.returncode,
+        timed_out=done.timed_out,
+        num_cut=done.num_cut,
+    )
+    try:
+        return result, unpacked(archive)
+    except ValueError:  # cut short, as where the script itself was killed
+        return result, None
+
+
+def failure(name: str, words: str) -> EnvironmentFailure:
+    """Return the error of a sandbox that the machine did not let run."""
+    return EnvironmentFailure(f"the sandbox {name!r} could not run code: {words}")
 
 
 def _finished(config: BubblewrapConfig, command: list[str], archive: bytes) -> Finished:
@@ -204,10 +223,6 @@ def _readable(data: bytes, stack: ExitStack) -> int:
     with open(start, "wb") as file:
         file.write(data)
     return end
-
-
-def _failure(words: str) -> EnvironmentFailure:
-    return EnvironmentFailure(f"the sandbox 'bubblewrap' could not run code: {words}")
 
 
 def _limits(config: BubblewrapConfig) -> list[str]:

@@ -103,7 +103,7 @@ def packed(files: Files) -> bytes:
 
 
 def unpacked(archive: bytes) -> Files:
-    """Return the files and folders of a tar archive in the form `ustar`; links and devices are left out.
+    """Return the files and folders of a tar archive in the form `ustar` or GNU's; links and devices are left out.
 
     It may come from whoever ran in the sandbox, and `tarfile` would believe a header that claims terabytes: this reads
     what is there, and nothing else.
@@ -112,7 +112,7 @@ def unpacked(archive: bytes) -> Files:
         ValueError: for what is no whole archive.
     """
     files: Files = {}
-    at = 0
+    at, long_name = 0, ""
     while (header := archive[at : at + _BLOCK]) != bytes(_BLOCK):
         if len(header) < _BLOCK or header[257:262] != b"ustar":
             raise ValueError("no whole archive")
@@ -121,8 +121,10 @@ def unpacked(archive: bytes) -> Files:
         at += _BLOCK
         if not 0 <= size <= len(archive) - at:
             raise ValueError("no whole archive")
-        path = f"{prefix}/{name}" if prefix else name
-        if path not in (".", "./"):
+        path, long_name = long_name or (f"{prefix}/{name}" if prefix else name), ""
+        if kind == b"L":  # GNU's form of a name that does not fit: the content is the name of what follows
+            long_name = _text(archive[at : at + size])
+        elif path not in (".", "./"):
             if kind == b"5":
                 files[f"{plain_path(path)}/"] = b""
             elif kind in (b"0", b"\0"):

@@ -26,6 +26,8 @@ _POLL_S = 0.05
 """Seconds between looks whether the program has ended, if something it started holds its outputs open."""
 _CLOSED_POLL_S = 0.001
 """The same, if nothing reports the end."""
+START_S = 60.0
+"""Seconds for what is started before the code is, on a busy machine too."""
 _LAST_OUTPUT_S = 1.0
 """Seconds to wait for the end of the outputs once the program is dead."""
 
@@ -60,8 +62,12 @@ def run_process(
     environment: Mapping[str, str],
     cwd: str | None = None,
     pass_fds: Sequence[int] = (),
+    begins_with: bytes = b"",
 ) -> Finished:
     """Run a program in its own session and process group, and kill the group at the deadline and when the program ends.
+
+    The deadline counts from the start, or from when standard error holds `begins_with`, if that is given; up to then, it has
+    `START_S`.
 
     The end of this process kills it too, if that is not killed itself.
     Its environment is the one given, and it inherits no descriptor but `pass_fds`. Outputs are read on to the end, but no more
@@ -70,7 +76,7 @@ def run_process(
     Raises:
         OSError: when it cannot be started.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + (START_S if begins_with else timeout_s)
     with subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,
@@ -87,6 +93,8 @@ def run_process(
             with contextlib.closing(_Pipes(process, stdin, (max_output, max_second))) as pipes:
                 while not (has_ended := _has_ended(process.pid)) and not pipes.is_over and time.monotonic() < deadline:
                     pipes.move(_POLL_S if pipes.are_open else _CLOSED_POLL_S)
+                    if begins_with and begins_with in pipes.kept[1]:
+                        begins_with, deadline = b"", time.monotonic() + timeout_s
                 returncode = _end(process)
                 last = time.monotonic() + _LAST_OUTPUT_S
                 while pipes.are_open and time.monotonic() < last:

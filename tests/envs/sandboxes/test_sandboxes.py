@@ -9,10 +9,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 import pytest
@@ -23,6 +23,7 @@ from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
 from agentrl_envs.sandboxes.files import packed, plain_path, unpacked
 from agentrl_envs.sandboxes.monty import MontyConfig
 from agentrl_envs.sandboxes.unsafe import UnsafeConfig, limit
+from tests.support.containers import container
 from tests.support.each import each
 
 pytestmark = pytest.mark.process
@@ -33,16 +34,18 @@ CONFIGS = [
     pytest.param(MontyConfig, id="monty"),
     pytest.param(BubblewrapConfig, id="bubblewrap", marks=needs_bubblewrap),
     pytest.param(UnsafeConfig, id="unsafe"),
+    pytest.param(container, id="container"),
 ]
+Config: TypeAlias = Callable[..., SandboxConfig]
 
 
 @pytest.fixture(params=CONFIGS)
-def config(request: pytest.FixtureRequest) -> type[SandboxConfig]:
+def config(request: pytest.FixtureRequest) -> Config:
     return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture
-def sandbox(config: type[SandboxConfig]) -> Iterator[Sandbox]:
+def sandbox(config: Config) -> Iterator[Sandbox]:
     with config(timeout_s=30).build() as sandbox:
         yield sandbox
 
@@ -88,7 +91,7 @@ def test_a_file_that_is_not_there_and_a_path_that_leads_out_are_refused(sandbox:
             sandbox.write(path, "x")
 
 
-def test_sandboxes_know_nothing_of_each_other(config: type[SandboxConfig]) -> None:
+def test_sandboxes_know_nothing_of_each_other(config: Config) -> None:
     with config().build() as first, config().build() as second:
         first.write("a", "1")
         first.exec("open('b', 'w').write('2')")
@@ -96,14 +99,14 @@ def test_sandboxes_know_nothing_of_each_other(config: type[SandboxConfig]) -> No
         assert "0" in second.exec("import os\nprint(len(os.listdir('.')))").output
 
 
-def test_output_is_cut_and_counted(config: type[SandboxConfig]) -> None:
+def test_output_is_cut_and_counted(config: Config) -> None:
     with config(max_output_bytes=1000, timeout_s=30).build() as sandbox:
         result = sandbox.exec("for _ in range(2000): print('x' * 999)")
         assert (result.output, result.returncode) == (("x" * 999 + "\n")[:1000], 0)
         assert result.num_cut == 1999 * 1000
 
 
-def test_an_endless_program_ends_at_its_deadline_and_leaves_the_files_as_before(config: type[SandboxConfig]) -> None:
+def test_an_endless_program_ends_at_its_deadline_and_leaves_the_files_as_before(config: Config) -> None:
     with config(timeout_s=1).build() as sandbox:
         sandbox.write("a", "1")
         begun = time.monotonic()
@@ -113,14 +116,14 @@ def test_an_endless_program_ends_at_its_deadline_and_leaves_the_files_as_before(
         assert sandbox.exec("print(1)").output == "1\n"
 
 
-def test_memory_is_limited(config: type[SandboxConfig]) -> None:
+def test_memory_is_limited(config: Config) -> None:
     with config(max_memory_mb=100, timeout_s=20).build() as sandbox:
         result = sandbox.exec("x = []\nfor _ in range(100): x.append(bytes(10_000_000))\nprint('kept it')")
         assert "kept it" not in result.output.replace("print('kept it')", "")
         assert result.returncode != 0
 
 
-def test_more_files_than_fit_are_refused(config: type[SandboxConfig]) -> None:
+def test_more_files_than_fit_are_refused(config: Config) -> None:
     with config(max_files_mb=1, timeout_s=20).build() as sandbox:
         sandbox.write("a", b"1" * 600_000)
         with pytest.raises(ValueError, match="would take 1,200,000 bytes; the sandbox holds 1,000,000"):
@@ -165,7 +168,7 @@ def test_a_language_that_it_lacks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS[1:])
-def test_a_shell_runs_among_the_files(config: type[SandboxConfig]) -> None:
+def test_a_shell_runs_among_the_files(config: Config) -> None:
     with config().build() as sandbox:
         sandbox.write("a.txt", "3\n1\n2\n")
         assert sandbox.exec("sort a.txt | head -1; mkdir d; mv a.txt d", language="sh").output == "1\n"
@@ -173,7 +176,7 @@ def test_a_shell_runs_among_the_files(config: type[SandboxConfig]) -> None:
         assert sandbox.paths() == ["d/a.txt"]
 
 
-def test_nothing_is_left_behind(config: type[SandboxConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_behind(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that end well, that fail, that are killed and that leave processes behind: nothing of them stays."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     codes = ["print(1)", "1 / 0", "while True: pass", "import os\nos.abort()"]
@@ -188,7 +191,8 @@ def test_nothing_is_left_behind(config: type[SandboxConfig], tmp_path: Path, mon
         return len(os.listdir("/proc/self/fd")), len(children), threading.active_count(), len(temporary)
 
     before = there()
-    for _ in range(int(os.environ.get("SANDBOX_RUNS", "40")) // len(codes)):
+    num_runs = os.environ.get("SANDBOX_RUNS", "10" if config is container else "40")
+    for _ in range(int(num_runs) // len(codes)):
         for code in codes:
             is_killed = "while" in code  # on a busy machine perhaps before it has begun
             with (
@@ -232,7 +236,7 @@ def test_a_bubblewrap_that_may_not_make_namespaces_is_refused_in_its_own_words(
 
 
 @pytest.mark.parametrize("config", CONFIGS[1:])
-def test_a_machine_without_files_to_open_is_no_fault_of_the_code(config: type[SandboxConfig]) -> None:
+def test_a_machine_without_files_to_open_is_no_fault_of_the_code(config: Config) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with config(timeout_s=30).build() as sandbox:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
