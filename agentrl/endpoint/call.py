@@ -124,7 +124,9 @@ class RefusedError(AgentRLError):
     def __init__(self, kind: RefusalKind, message: str, *, param: str | None = None) -> None:
         """Take the words for the client and the field at fault."""
         super().__init__(message)
-        self.kind, self.message, self.param = kind, message, param
+        self.kind = kind
+        self.message = message
+        self.param = param
 
 
 def too_long(*, num_tokens: int, max_tokens: int) -> RefusedError:

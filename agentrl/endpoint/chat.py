@@ -141,7 +141,9 @@ def _read_call(call: _Call) -> dict[str, Any] | None:
 
 def _tools(declared: Sequence[_Tool]) -> tuple[tuple[Tool, ...], frozenset[str], list[str]]:
     """Return the tools, the names of those that take text, and the types of those that only OpenAI has."""
-    tools, custom, hosted = [], set(), []
+    tools: list[Tool] = []
+    custom: set[str] = set()
+    hosted: list[str] = []
     for tool in declared:
         if tool.function is not None:
             tools.append(function_tool(tool.function.name, tool.function.description, tool.function.parameters))

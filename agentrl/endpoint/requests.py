@@ -1,4 +1,4 @@
-"""Which HTTP requests are one call: one request is one sample, whatever a client's retries do. Pure: no sockets.
+"""HTTP requests that are one call: one request is one sample, whatever a client's retries do. Pure: no sockets.
 
 SDKs send a request again after a timeout, and mark it (`x-stainless-retry-count`). Two equal requests that are not marked
 may both be meant: a program may ask for two samples.

@@ -46,9 +46,9 @@ class Difference:
     index: int
     """Index of the message; neighbouring assistant messages count as one."""
     known: str
-    """What stood there, from a little before the difference on. Empty: nothing."""
+    """Text that stood there, from a little before the difference on. Empty: nothing."""
     asked: str
-    """What the client sends. Empty: nothing."""
+    """Text that the client sends. Empty: nothing."""
 
     def __str__(self) -> str:
         """Return a line for people."""
@@ -73,7 +73,7 @@ class Call:
     history: tuple[Message, ...]
     """The whole dialogue that the policy is to see: its own messages as it said them, where the client shows them."""
     replies: tuple[Message, ...]
-    """What the client adds after the parent's answer; the whole history of a call that extends none."""
+    """Messages that the client adds after the parent's answer; the whole history of a call that extends none."""
     tools: tuple[dict[str, Any], ...]
     is_unsaid: bool = False
     """The answer that it continues had a thought, which the client does not send."""

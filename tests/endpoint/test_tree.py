@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.endpoint import chat, messages
 from agentrl.endpoint.call import Asked, wire_message
-from agentrl.endpoint.canonical import request_digest
+from agentrl.endpoint.canonical import canonical_arguments, request_digest
 from agentrl.endpoint.tree import Call, CallTree, Kind
 from agentrl.types import Message
 from tests.support.each import each
@@ -187,6 +187,21 @@ def test_a_malformed_call_is_shown_as_text_and_continued() -> None:
 def test_what_decides_the_sample_is_in_the_digest(field: str, value: object) -> None:
     plain: dict[str, Any] = {"messages": (user("a"),), "tools": (TOOL,)}
     assert request_digest(Asked(**plain)) != request_digest(Asked(**(plain | {field: value})))
+
+
+@each(
+    ("one", "other"),
+    [
+        ({"a": 2.0, "b": [1, None]}, '{"b":[1,null],"a":2}'),
+        ('{"a": "\\u00fc"}', '{"a":"ü"}'),
+        (None, "{}"),
+        ("", {}),
+        (" not JSON", "not JSON "),
+    ],
+)
+def test_arguments_are_equal_in_every_writing(one: object, other: object) -> None:
+    assert canonical_arguments(one) == canonical_arguments(other)
+    assert canonical_arguments(one) != canonical_arguments({"a": 3})
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=8).map(str.strip)
