@@ -81,6 +81,8 @@ def subjects() -> Iterator[Subject]:
         yield Subject(name="reasoning_gym", of="reasoning_gym", options={"dataset": dataset})
     for game in GAMES:
         yield Subject(name="textarena", of="textarena", options={"game": f"{game}-v0"})
+    for category in ("multi_turn", "single_turn", "live"):
+        yield Subject(name="bfcl", of="bfcl", options={"category": category})
     rooms = {"num_rooms": 2, "num_objects": 4, "quest_length": 2, "num_games": 40, "num_eval_games": 10}
     yield Subject(name="textworld", of="textworld", options=rooms, serving=_folder())
     yield Subject(name="mcp", of="tests.envs.adapters.test_mcp:Sums", serving=_mcp_server())

@@ -196,6 +196,7 @@ def test_an_update_and_sampling_are_added_up_where_they_are_at_the_same_time() -
     ("recipe", "size", "gpus", "memory"),
     [
         ("qwen3-0.6b", "0.6B", 1, 24),
+        ("qwen3-4b-bfcl", "4B", 1, 80),
         ("qwen3-8b-lora", "8B", 1, 80),
         ("qwen3-8b", "8B", 8, 80),
         ("qwen3-30b-a3b", "30B-A3B", 8, 80),

@@ -27,6 +27,7 @@ WITHOUT_FIELDS = {
     "2026-11-23-contract.md",
     "2026-11-27-pushes.md",
     "2026-11-28-adapters.md",
+    "2026-11-28-bfcl.md",
     "models.md",
     "reliability.md",
     # From before fields were recorded: the next run of each adds them.
