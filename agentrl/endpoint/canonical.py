@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from pydantic_core import from_json
@@ -60,7 +61,12 @@ def prompt_of(asked: Asked, *, with_thoughts: bool = False) -> Prompt:
     """Return the prompt of a request."""
     messages = one_dialogue(asked.messages)
     items = tuple(item_of(message, with_thoughts=with_thoughts) for message in messages)
-    return Prompt(messages, items, asked.tools, _digest("tools", _json(asked.tools)))
+    return Prompt(messages, items, asked.tools, _tools_key(json.dumps(asked.tools)))
+
+
+@lru_cache(maxsize=64)
+def _tools_key(tools: str) -> str:
+    return _digest("tools", canonical_arguments(tools))
 
 
 def after_answer(asked: Asked, dialogue: Sequence[Message]) -> Asked:
@@ -73,10 +79,15 @@ def after_answer(asked: Asked, dialogue: Sequence[Message]) -> Asked:
     return replace(asked, messages=one_dialogue([*own, *earlier, *asked.messages[len(own) :]]), previous="")
 
 
-def request_digest(asked: Asked) -> str:
-    """Return a digest of all that decides what is sampled, and of nothing else: not of the way in which it is sent."""
+def request_digest(asked: Asked, prompt: Prompt | None = None) -> str:
+    """Return a digest of all that decides what is sampled, and of nothing else: not of the way in which it is sent.
+
+    Args:
+        asked: the request.
+        prompt: its prompt without thoughts, if it is known.
+    """
     limits = [asked.max_tokens, asked.stop, asked.n, asked.model, asked.calls_as_text]
-    return _digest(prompt_of(asked).path()[-1], asked.previous, json.dumps(limits))
+    return _digest((prompt or prompt_of(asked)).path()[-1], asked.previous, json.dumps(limits))
 
 
 def item_of(message: Message, *, with_thoughts: bool = False) -> Item:
@@ -102,7 +113,7 @@ def canonical_arguments(arguments: object) -> str:
 
 def following(digest: str, item: Item) -> str:
     """Return the digest of a beginning of a prompt and one more message."""
-    return _digest(digest, json.dumps([item.role, item.text, item.calls, item.thought]))
+    return _digest(digest, item.role, item.text, item.thought, *(text for call in item.calls for text in call))
 
 
 def _json(value: object) -> str:
@@ -119,4 +130,5 @@ def _whole(value: Any) -> Any:
 
 
 def _digest(*texts: str) -> str:
-    return hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
+    whole = "".join([f"{len(text)}:{text}" for text in texts])
+    return hashlib.blake2b(whole.encode(errors="surrogatepass"), digest_size=16).hexdigest()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -133,10 +134,16 @@ def function_tool(name: str, description: str | None, parameters: Mapping[str, A
     """
     declared: Tool = {"name": name} | ({"description": description} if description else {})
     try:
-        schema = plain_data(parameters or {"type": "object", "properties": {}}, max_depth=_MAX_DEPTH)
+        schema = _schema(json.dumps(parameters or {"type": "object", "properties": {}}))
     except PlainDataError as error:
         raise RefusedError(RefusalKind.INVALID, f"tools: {error}", param="tools") from None
     return {"type": "function", "function": declared | {"parameters": schema}}
+
+
+@lru_cache(maxsize=1_000)
+def _schema(text: str) -> dict[str, Any]:
+    """Return a schema as plain data; clients send the same ones with each request."""
+    return dict(plain_data(json.loads(text), max_depth=_MAX_DEPTH))
 
 
 def text_tool(name: str, description: str | None) -> Tool:

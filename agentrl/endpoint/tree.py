@@ -117,14 +117,15 @@ class CallTree:
 
     def ask(self, asked: Asked) -> Call:
         """Return the next call: one for each of `asked.n`."""
-        prompt = prompt_of(asked, with_thoughts=self._thoughts == "as_sent")
+        with_thoughts = self._thoughts == "as_sent"
+        prompt = prompt_of(asked, with_thoughts=with_thoughts)
         path = prompt.path(self._alias)
         number = len(self.calls)
         twins = self._asked(path[-1])
         call = self._placed(
             Call(
                 number=number,
-                digest=request_digest(asked),
+                digest=request_digest(asked, None if with_thoughts else prompt),
                 kind=Kind.ROOT,
                 parent=None,
                 root=number,
