@@ -96,6 +96,7 @@ class RefusalKind(StrEnum):
     NOT_FOUND = "not_found"
     TOO_LARGE = "too_large"
     """The body has too many bytes."""
+    HEADERS_TOO_LARGE = "headers_too_large"
     ENDED = "ended"
     """The episode is over."""
     FAILED = "failed"
@@ -113,6 +114,7 @@ _STATUSES = {
     RefusalKind.UNAUTHORIZED: 401,
     RefusalKind.NOT_FOUND: 404,
     RefusalKind.TOO_LARGE: 413,
+    RefusalKind.HEADERS_TOO_LARGE: 431,
     RefusalKind.ENDED: 410,
     RefusalKind.FAILED: 400,  # SDKs retry each 5xx, and the episode is lost already
 }

@@ -200,6 +200,7 @@ _CODES = {
     RefusalKind.UNAUTHORIZED: "invalid_api_key",
     RefusalKind.NOT_FOUND: "not_found",
     RefusalKind.TOO_LARGE: "request_too_large",
+    RefusalKind.HEADERS_TOO_LARGE: "headers_too_large",
     RefusalKind.ENDED: "episode_ended",
     RefusalKind.FAILED: "engine_failed",
 }

@@ -217,6 +217,7 @@ _TYPES = {
     RefusalKind.UNAUTHORIZED: "authentication_error",
     RefusalKind.NOT_FOUND: "not_found_error",
     RefusalKind.TOO_LARGE: "request_too_large",
+    RefusalKind.HEADERS_TOO_LARGE: "request_too_large",
     RefusalKind.ENDED: "invalid_request_error",
     RefusalKind.FAILED: "invalid_request_error",
 }
