@@ -150,7 +150,9 @@ class Endpoint:
         self._has_started.wait()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Close the sessions and stop."""
         for token in list(self._sessions):
             self._close(token)
@@ -191,7 +193,10 @@ class Endpoint:
         dialects: dict[str, Dialect] = {"/chat/completions": chat, "/responses": responses, "/messages": messages}
         routes = [self._route(path, dialect, self._complete) for path, dialect in dialects.items()]
         routes += [self._route("/messages/count_tokens", messages, self._count)]
-        routes += [self._route("/models", None, self._list, "GET"), self._route("/models/{model:path}", None, self._list, "GET")]
+        routes += [
+            self._route("/models", None, self._list, "GET"),
+            self._route("/models/{model:path}", None, self._list, "GET"),
+        ]
         alive = [Route(path, _alive, methods=["GET"]) for path in ("/", "/s/{token}", "/s/{token}/")]
         by_path = [Route("/s/{token}" + route.path, route.endpoint, methods=route.methods) for route in routes]
         return Starlette(routes=[*alive, *routes, *by_path], exception_handlers={HTTPException: _no_route})
@@ -223,7 +228,9 @@ class Endpoint:
         given = {request.path_params.get("token"), request.headers.get("x-api-key")}
         keys = {key.strip() for key in given | {bearer if scheme.lower() == "bearer" else None} if key}
         if len(keys) > 1:
-            words = "the path and the headers name different keys: use the session's base URL and its key, or one of them"
+            words = (
+                "the path and the headers name different keys: use the session's base URL and its key, or one of them"
+            )
             raise RefusedError(RefusalKind.UNAUTHORIZED, words)
         live = self._sessions.get(keys.pop()) if keys else None
         if live is None:
