@@ -60,7 +60,7 @@ class _Live:
     count: Count | None
     requests: Requests = field(default_factory=Requests)
     work: "dict[Request, asyncio.Task[list[Said]]]" = field(default_factory=dict)
-    """What samples each request."""
+    """Task that samples each request."""
     is_closed: bool = False
 
     def arrive(self, asked: Asked, *, is_retry: bool) -> "tuple[Request, asyncio.Task[list[Said]]]":
