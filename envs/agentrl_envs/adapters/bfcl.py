@@ -265,7 +265,7 @@ def _size(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a turn of a task should come to."""
+    """Calls, responses and state that a turn of a task should end with."""
 
     calls: tuple[Call, ...]
     responses: list[str]
