@@ -197,9 +197,11 @@ def test_an_endpoint_that_answers_nothing_is_one_error(answers: Answer, words: s
 
 
 def test_a_slow_endpoint_fails_the_episodes_that_it_leaves_waiting() -> None:
+    has_ended = threading.Event()
+
     def answer(_: int, body: dict[str, Any]) -> Answer:
         if body["messages"][-1]["content"] == "1?":
-            time.sleep(1.0)
+            has_ended.wait(timeout=60)
         return text("0")
 
     with serving(answer) as server:
@@ -208,10 +210,11 @@ def test_a_slow_endpoint_fails_the_episodes_that_it_leaves_waiting() -> None:
             model="m",
             endpoint=server.url,
             evaluation={"num_tasks": 3},
-            rollout={"engine_timeout_s": 0.4},
+            rollout={"engine_timeout_s": 3.0},
         )
+        has_ended.set()
     assert (found.metrics["episodes"], found.metrics["failed"]) == (2, 1)
-    assert "engine_timeout_s: 0.4 s" in str(found.tasks()[1].error)
+    assert "engine_timeout_s: 3 s" in str(found.tasks()[1].error)
 
 
 def test_a_malformed_call_is_answered_and_sent_back_as_json() -> None:
