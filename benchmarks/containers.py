@@ -39,7 +39,10 @@ def counts(program: str) -> dict[str, int]:
     return {
         "containers": len(_output(program, "ps", "--all", "--quiet").split()),
         "volumes": len(_output(program, "volume", "ls", "--quiet").split()),
-        "processes": sum(process.name() in ("conmon", "runc", "crun", "sleep") for process in psutil.process_iter()),
+        "processes": sum(
+            process.info["name"] in ("conmon", "runc", "crun") or process.info["cmdline"] == ["sleep", "600"]
+            for process in psutil.process_iter(["name", "cmdline"])
+        ),
         "mounts": len(Path("/proc/mounts").read_text(encoding="utf-8").splitlines()),
         "control groups": len(groups),
         "storage bytes": int(_output("du", "-sb", storage).split()[0]),
