@@ -33,7 +33,7 @@ SPLITS = ("train", "eval")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a checker finds."""
+    """Verdict of a checker."""
 
     is_right: bool
     error: str | None

@@ -9,7 +9,7 @@ machine's files. The last line printed is JSON; `--write` puts it into `benchmar
 """
 
 import argparse
-import datetime
+import datetime as dt
 import json
 import os
 import platform
@@ -39,7 +39,10 @@ def counts(program: str) -> dict[str, int]:
     return {
         "containers": len(_output(program, "ps", "--all", "--quiet").split()),
         "volumes": len(_output(program, "volume", "ls", "--quiet").split()),
-        "processes": sum(process.name() in ("conmon", "runc", "crun", "sleep") for process in psutil.process_iter()),
+        "processes": sum(
+            process.info["name"] in ("conmon", "runc", "crun") or process.info["cmdline"] == ["sleep", "600"]
+            for process in psutil.process_iter(["name", "cmdline"])
+        ),
         "mounts": len(Path("/proc/mounts").read_text(encoding="utf-8").splitlines()),
         "control groups": len(groups),
         "storage bytes": int(_output("du", "-sb", storage).split()[0]),
@@ -114,14 +117,14 @@ def main() -> None:
     config = container(program=options.program)
     found = measure(config, episodes=options.episodes, threads=options.threads)
     if options.write:
-        day = datetime.date.today()
+        day = dt.date.today()
         left = "\n".join(f"| {name} | {number:,} |" for name, number in found["left"].items())
         text = (
-            f"# {day}: what {options.episodes:,} episodes in containers leave\n\n`python -m benchmarks.containers`: episodes of "
-            f"`shell`, played by the oracle, {options.threads} at a time, with {found['program']}; {found['killed']} commands "
-            f"hung until they were killed. {found['solved']:,} were solved. One command took {found['exec_median_s']} s "
-            f"(median; the longest {found['exec_max_s']} s) on a shared machine.\n\n| after, less before | |\n|---|---|\n{left}\n\n"
-            f"```json\n{json.dumps(found)}\n```\n"
+            f"# {day}: what {options.episodes:,} episodes in containers leave\n\n`python -m benchmarks.containers`: episodes "
+            f"of `shell`, played by the oracle, {options.threads} at a time, with {found['program']}; {found['killed']} "
+            f"commands hung until they were killed. {found['solved']:,} were solved. One command took "
+            f"{found['exec_median_s']} s (median; the longest {found['exec_max_s']} s) on a shared machine.\n\n"
+            f"| after, less before | |\n|---|---|\n{left}\n\n```json\n{json.dumps(found)}\n```\n"
         )
         (RESULTS / f"{day}-containers.md").write_text(text, encoding="utf-8")
     print(json.dumps(found))

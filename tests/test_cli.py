@@ -718,11 +718,11 @@ def test_a_recipe_goes_by_its_name_in_comparisons_too(agentrl: Agentrl) -> None:
 def test_a_server_is_started_whatever_attention_trains_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[Recipe] = []
 
-    def build(recipe: Recipe, **_: object) -> None:
+    def load_to_serve(recipe: Recipe, *_: object, **__: object) -> None:
         built.append(recipe)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("agentrl.run.build.build", build)
+    monkeypatch.setattr("agentrl.run.export.load_to_serve", load_to_serve)
     path = tmp_path / "recipe.yaml"
     path.write_text(
         "model: {attention: flex_attention}\ntrain: {layout: tree}\nengine: {server: {url: http://127.0.0.1:9}}\n"

@@ -353,11 +353,13 @@ seed: 1
 run_dir: here
 env: {options: {num_operations: 2, max_operand: 5, prompt: short}}
 model: {name_or_path: a/b, local: {hidden_size: 64, num_layers: 3}}
+warmup: {batch_size: 4, num_demonstrations: 9, learning_rate: 0.1}
 engine: {lockstep: false}
 rollout: {group_size: 2, max_turns: 3}
 credit: {scheme: turn_return, gamma: 0.9, lone: keep}
 loss: {clip_low: 0.1}
 train: {learning_rate: 0.1, betas: [0.5, 0.5]}
+warmup: {steps: 4, batch_size: 4, num_demonstrations: 8, learning_rate: 0.1}
 evaluation: {samples: 4, pass_at: [2]}
 report: {trackers: [tensorboard]}
 """

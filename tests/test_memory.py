@@ -212,7 +212,9 @@ def test_the_recipes_fit_where_they_say_and_a_tenth_is_left(
         assert process.at_start == 0
         assert process.cached_tokens is None or process.cached_tokens >= 2 * given.rollout.max_context_tokens
     assert sum(process.count for process in processes) == gpus
-    assert given.rollout.samples_during_update == (len(processes) > 1)  # or servers and trainers would wait for each other
+    assert given.rollout.samples_during_update == (
+        len(processes) > 1
+    )  # or servers and trainers would wait for each other
 
 
 @pytest.mark.process

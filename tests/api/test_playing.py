@@ -33,11 +33,15 @@ def url() -> Iterator[str]:
 
 @pytest.mark.process
 def test_a_model_behind_an_endpoint_calls_tools(url: str) -> None:
-    played = agentrl.play("key_door", "opens", endpoint=url, seed=4, max_turns=9)
+    played = agentrl.play(
+        {"id": "key_door", "options": {"prompt": "short"}}, "opens", endpoint=url, seed=4, max_turns=9
+    )
     assert played.is_over
     assert "assistant: open_box(box=1)" in str(played)
     assert [message["role"] for message in played.messages[:3]] == ["user", "assistant", "tool"]
-    again = agentrl.play({"id": "key_door", "options": {"num_distractors": 0}}, "opens", endpoint=url, seed=4)
+    again = agentrl.play(
+        {"id": "key_door", "options": {"num_distractors": 0, "prompt": "short"}}, "opens", endpoint=url, seed=4
+    )
     assert len(again.rewards) == 2
 
 

@@ -332,6 +332,7 @@ def test_no_turn_that_is_trained_on_holds_an_end_of_the_generation_config(tmp_pa
     ends = [*range(100, 180), *made.convert_tokens_to_ids(["<|im_end|>"])]  # many, so that a random model samples them
     config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": ends}))
     recipe = TINY | {"model": {"name_or_path": str(tmp_path / "model")}, "warmup": {"steps": 0}}
+    recipe["env"] = {"id": "key_door", "options": {"prompt": "short"}}
     run = agentrl.train(recipe, run_dir=tmp_path / "run", quiet=True)
     turns = [turn for group in run.trajectories() for each in group.trajectories for turn in each.turns]
     assert any(turn.action_ids[-1] in ends[:-1] for turn in turns)

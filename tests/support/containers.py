@@ -39,6 +39,9 @@ def _base(program: str) -> ContainerConfig | str:
     """Import the image, and find a runtime with which it runs; return why there is none."""
     if missing := [name for name in (program, "busybox") if shutil.which(name) is None]:
         return f"{missing[0]} is not installed"
+    served = subprocess.run([program, "info"], capture_output=True, text=True, timeout=60)
+    if served.returncode:
+        return f"{program} info failed: {served.stderr.strip()[-300:]}"
     image = f"localhost/agentrl-test:{platform.python_version()}"
     is_there = subprocess.run([program, "image", "inspect", image], capture_output=True, timeout=300).returncode == 0
     if not is_there and (problem := _import(program, image)):

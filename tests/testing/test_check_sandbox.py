@@ -9,6 +9,7 @@ from agentrl.errors import CheckError
 from agentrl.testing import check_sandbox
 from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
+from tests.support.containers import container
 from tests.support.each import each
 
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
@@ -20,6 +21,12 @@ WHY_NOT = bubblewrap._problem(BubblewrapConfig())
 )
 def test_the_sandboxes_keep_their_promises(name: str) -> None:
     check_sandbox(name)
+
+
+@pytest.mark.process
+def test_a_container_keeps_its_promises() -> None:
+    config = container()
+    check_sandbox({"name": "container", "image": config.image, "program": config.program, "runtime": config.runtime})
 
 
 class Careless:

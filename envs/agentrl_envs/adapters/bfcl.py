@@ -265,17 +265,17 @@ def _size(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a turn of a task should come to."""
+    """Ground truth of a turn, carried out."""
 
     calls: tuple[Call, ...]
     responses: list[str]
     apis: dict[str, Any]
-    """The APIs after the turn; to be looked at alone."""
+    """The APIs after the turn; only compared, never called."""
 
 
 @cache
 def expected_turns(task: Task) -> tuple[Expected, ...]:
-    """Return what each turn of a task should come to, by carrying out its ground truth."""
+    """Return the ground truth of each turn, carried out in order."""
     apis, turns = make_apis(task), []
     for texts in task.answer:
         calls = tuple(_parsed(text, apis) for text in texts)

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import resource
 import secrets
 import shutil
 from functools import cache
@@ -14,24 +13,25 @@ from pydantic import Field
 from agentrl import ConfigError, EnvironmentFailure, ExecResult, Language, SandboxConfig
 from agentrl_envs.sandboxes.bubblewrap import BEGUN, archive_of, failure, outcome
 from agentrl_envs.sandboxes.files import Files, FileSandbox
-from agentrl_envs.sandboxes.unsafe import START_S, Finished, run_process
+from agentrl_envs.sandboxes.unsafe import START_S, Finished, allowed, run_process
 
 _SECCOMP = Path(__file__).parents[1] / "data" / "seccomp.json"
-"""Filter of system calls, the same as bubblewrap's: those of programs allow sockets of the hypervisor, and new namespaces."""
+"""Filter of system calls, bubblewrap's in another form: the programs' own let sockets of the hypervisor and namespaces pass."""
 _RUNS = itertools.count()
 _USER = "65534:65534"
 _OPEN_FILES = 1024
-_OF_THE_USER = 10_000
-"""Processes of the user: of all containers, each of which has `max_processes`."""
+_USER_PROCESSES = 10_000
+"""Processes of all containers together, which run as one user; each has `max_processes`."""
 _ENVIRONMENT = {"HOME": "/work", "PYTHONPATH": "/work", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 
-# As the script of bubblewrap, for any image with a shell and tar, busybox's too. Process 1 is `timeout`, which nothing in here
-# can kill: the container ends by its deadline also where nobody waits for it.
+# As the script of bubblewrap, for any image with a shell, tar and timeout, busybox's too. Its first argument is a deadline some
+# seconds past the one that this process holds it to: so it ends if this process has been killed. podman's own `--timeout`
+# ends it also where code has killed `timeout`.
 _SCRIPT = f"""
 echo '{BEGUN.decode().strip()}' >&2
 exec 3>&2 2>&1
 tar -xmf - -C / && cd /work || exit 125
-"$@" </dev/null 3>&-
+timeout -s KILL "$@" </dev/null 3>&-
 status=$?
 kill -s KILL -- -1 2>/dev/null
 tar -cf - -C /work . >&3 2>/dev/null
@@ -51,12 +51,12 @@ command -v python3
 class ContainerConfig(SandboxConfig):
     """A container without network and rights, on a read-only image, killed as a tree at its limits.
 
-    The image needs `sh`, `tar` and `timeout`, as nearly all have, and `python3` to run Python. Rootless podman takes less from
-    the machine than anything that runs as root.
+    The image needs `sh`, `tar` and `timeout`, as nearly all have, and `python3` to run Python. Prefer podman without root: a
+    way out of the container then leads to a user without rights.
     """
 
     name: Literal["container"] = "container"
-    image: str = "docker.io/library/python:3.12-slim"
+    image: Annotated[str, Field(pattern=r"^\w[\w./:@-]*$")] = "docker.io/library/python:3.12-slim"
     """Image that all episodes share. It is never pulled here: pull, build or import it before."""
     program: Literal["podman", "docker"] | None = None
     """Program that runs it. None: podman if it is installed, else docker."""
@@ -65,7 +65,7 @@ class ContainerConfig(SandboxConfig):
     network: str = "none"
     """Network of the program to join. `none`: there is no way out."""
     max_processes: Annotated[int, Field(ge=8, le=100_000)] = 64
-    """Processes and threads at the same time, four of which are the sandbox's own. All together have `max_memory_mb`, in which
+    """Processes and threads at the same time, two of which are the sandbox's own. All together have `max_memory_mb`, in which
     their files count."""
     cpus: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Processor time of all processes together, in cores."""
@@ -76,7 +76,8 @@ class ContainerConfig(SandboxConfig):
         Raises:
             ConfigError: if the program or the image is missing, or containers cannot run here.
         """
-        found = _look(self)
+        kept = self.model_dump(include={"image", "program", "runtime", "network", "max_processes"})
+        found = _look(ContainerConfig(**kept, timeout_s=60.0, max_output_bytes=1000))
         if isinstance(found, str):
             raise ConfigError(
                 f"sandbox: 'container' is not available here: {found}. It needs podman (apt-get install podman), or docker and "
@@ -105,7 +106,7 @@ def _finished(config: ContainerConfig, command: list[str], archive: bytes) -> Fi
     """Run a command in a new container, and remove that."""
     name = f"agentrl-{os.getpid()}-{next(_RUNS)}-{secrets.token_hex(4)}"
     done = run_process(
-        [*_client(config), *_run_options(config, name), config.image, *_process(config), *command],
+        [*_client(config), *_run_options(config, name), config.image, "-c", _SCRIPT, "sh", _late(config), *command],
         stdin=archive,
         timeout_s=config.timeout_s,
         max_output=config.max_output_bytes,
@@ -122,6 +123,11 @@ def _finished(config: ContainerConfig, command: list[str], archive: bytes) -> Fi
             environment=os.environ,
         )
     return done
+
+
+def _late(config: ContainerConfig) -> str:
+    """Return the seconds after which a container ends though nobody waits for it."""
+    return f"{int(config.timeout_s) + 5}"
 
 
 def _program(config: ContainerConfig) -> str:
@@ -144,24 +150,24 @@ def _run_options(config: ContainerConfig, name: str) -> list[str]:
     options += ["--read-only", "--tmpfs", f"/work:{folder}", "--tmpfs", f"/tmp:{folder}", "--workdir", "/"]
     options += ["--memory", f"{config.max_memory_mb}m", "--memory-swap", f"{config.max_memory_mb}m"]
     options += ["--pids-limit", f"{config.max_processes}", "--cpus", f"{config.cpus}"]
-    options += [*_ulimit("nofile", _OPEN_FILES), *_ulimit("core", 0), *_ulimit("nproc", _OF_THE_USER)]
+    options += [*_ulimit("nofile", _OPEN_FILES), *_ulimit("core", 0), *_ulimit("nproc", _USER_PROCESSES)]
     options += [part for name, value in _ENVIRONMENT.items() for part in ("--env", f"{name}={value}")]
+    options += ["--entrypoint", "sh"]
     if _program(config) == "docker":
-        return [*options, *(["--runtime", config.runtime] if config.runtime else []), "--entrypoint", "timeout"]
-    options += ["--read-only-tmpfs=false", "--http-proxy=false", "--image-volume", "ignore"]
-    return [*options, "--entrypoint", "timeout"]
+        return [*options, *(["--runtime", config.runtime] if config.runtime else [])]
+    return [
+        *options,
+        "--timeout",
+        _late(config),
+        "--read-only-tmpfs=false",
+        "--http-proxy=false",
+        "--image-volume=ignore",
+    ]
 
 
 def _ulimit(name: str, value: int) -> list[str]:
-    """Return an option, no higher than this process itself may have."""
-    most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
-    value = value if most == resource.RLIM_INFINITY else min(value, most)
+    value = allowed(name, value)
     return ["--ulimit", f"{name}={value}:{value}"]
-
-
-def _process(config: ContainerConfig) -> list[str]:
-    """Return the first process's arguments: it ends a little later than whoever waits for it would end it."""
-    return ["-s", "KILL", f"{int(config.timeout_s) + 2}", "sh", "-c", _SCRIPT, "sh"]
 
 
 @cache
@@ -170,9 +176,8 @@ def _look(config: ContainerConfig) -> str | tuple[Language, ...]:
     program = _program(config)
     if shutil.which(program) is None:
         return "neither podman nor docker is installed" if config.program is None else f"{program} is not installed"
-    sandbox = Container(config.model_copy(update={"timeout_s": 60.0, "max_output_bytes": 1000}), languages=("sh",))
     try:
-        result = sandbox.exec(_FIRST, language="sh")
+        result = Container(config, languages=("sh",)).exec(_FIRST, language="sh")
     except EnvironmentFailure as error:
         return f"a first program did not run: {error}"
     if not result.output.startswith("well\n"):

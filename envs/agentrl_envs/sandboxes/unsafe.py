@@ -114,10 +114,15 @@ def run_process(
 
 def limit(name: str, value: int) -> str:
     """Return an option of the program prlimit, no higher than this process itself may have."""
+    return f"--{name}={allowed(name, value)}"
+
+
+def allowed(name: str, value: int) -> int:
+    """Return a limit, or the highest that this process itself may have."""
     import resource
 
     most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
-    return f"--{name}={value if most == resource.RLIM_INFINITY else min(value, most)}"
+    return value if most == resource.RLIM_INFINITY else min(value, most)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
