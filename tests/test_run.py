@@ -182,7 +182,12 @@ def merge_adapters(tmp_path: Path) -> None:
     }
     given: dict[str, Any] = {
         "train": {"precision": "bfloat16", "learning_rate": 1e-4, "agreement": 0.2},
-        "warmup": {"steps": 2, "num_demonstrations": 4, "learning_rate": 1e-4},  # so that adapters are something
+        "warmup": {
+            "steps": 2,
+            "batch_size": 16,
+            "num_demonstrations": 4,
+            "learning_rate": 1e-4,
+        },  # so that adapters are something
     }
     with pytest.raises(
         ConfigError, match=r"^model\.lora: engine\.name: .* set model\.lora\.merge: true to accept the loss$"
@@ -325,7 +330,7 @@ def test_rounding_that_changes_the_experts_of_a_mixture_is_no_mismatch(tmp_path:
     with build(settings) as parts:
         sync = parts.weight_sync
         found = sync.verify_and_push(0)
-        assert 0.1 < found < sync.bound < 1
+        assert 0.1 < found < sync.bound < 2  # six times the rounding of the trainer itself, on what this model samples
         for weight in parts.policy.parameters():
             weight.data = weight.data.roll(1, 0)
         with pytest.raises(EngineError, match=rf"train\.agreement: {sync.bound:g}"):
