@@ -182,12 +182,7 @@ def merge_adapters(tmp_path: Path) -> None:
     }
     given: dict[str, Any] = {
         "train": {"precision": "bfloat16", "learning_rate": 1e-4, "agreement": 0.2},
-        "warmup": {
-            "steps": 2,
-            "batch_size": 16,
-            "num_demonstrations": 4,
-            "learning_rate": 1e-4,
-        },  # so that adapters are something
+        "warmup": {"steps": 2, "num_demonstrations": 4, "learning_rate": 4e-6},  # so that adapters are something
     }
     with pytest.raises(
         ConfigError, match=r"^model\.lora: engine\.name: .* set model\.lora\.merge: true to accept the loss$"
