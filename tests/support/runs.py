@@ -18,7 +18,7 @@ from agentrl.run.build import Parts, build
 
 SIZES = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
 NOISE: dict[str, dict[str, Any]] = {
-    "env": {"id": "key_door", "options": {"prompt": "short"}},
+    "env": {"id": "key_door"},
     "model": {"local": SIZES},
     "engine": {"max_batch_size": 8},
     "rollout": {
@@ -38,7 +38,7 @@ def recipe(tmp_path: Path, **sections: Any) -> Recipe:
     """Two steps of `key_door` on a tiny model, with other fields where they are given."""
     given: dict[str, Any] = {
         "run_dir": tmp_path / "run",
-        "env": {"id": "key_door", "options": {"prompt": "short"}},
+        "env": {"id": "key_door"},
         "model": {"local": SIZES},
         "rollout": {
             "num_groups": 2,
