@@ -52,7 +52,7 @@ def collect(episodes: int, live: int, *, lockstep: bool) -> tuple[float, float]:
     )
     engine = TransformersEngine(make_local_model(LocalModelConfig(), TOKENIZER), TransformersConfig(lockstep=lockstep))
     pool = RolloutPool(
-        EnvPlayer(Tool),
+        player=EnvPlayer(Tool),
         context=EpisodeContext(engine=engine, renderer=OftenStops(TOKENIZER), config=config),
         tasks=Tasks(seed=0),
     )

@@ -44,7 +44,7 @@ def test_a_task_of_a_table_that_cannot_be_begun_is_a_problem() -> None:
         def num_tasks(self, split: str) -> int | None:
             return 5
 
-        def start(self, options: dict[str, Any]) -> str | list[dict[str, Any]]:
+        def start(self, options: dict[str, Any]) -> str:
             return str([1, 2, 3][options.get("task_index", 0)])
 
     with pytest.raises(CheckError, match=r"reset\(\) raised IndexError"):
@@ -55,7 +55,7 @@ def test_a_task_of_a_table_that_is_drawn_at_random_is_a_problem() -> None:
     class Drawn(Table):
         count = 0
 
-        def start(self, options: dict[str, Any]) -> str | list[dict[str, Any]]:
+        def start(self, options: dict[str, Any]) -> str:
             self.count += options.get("split") == "eval"
             return f"{self.count}"
 
