@@ -91,13 +91,14 @@ class SandboxConfig(Plugin):
 
     name: str = "monty"
     """An installed sandbox, or `module:Class` of a `SandboxConfig`. `monty`: a Python interpreter of its own, without a host.
-    `bubblewrap`: CPython and a shell in namespaces of Linux. `unsafe`: a plain process under limits, which can read, write
-    and send whatever you can."""
+    `bubblewrap`: CPython and a shell in namespaces of Linux. `container`: an image of podman or docker. `unsafe`: a plain
+    process under limits, which can read, write and send whatever you can."""
 
     timeout_s: Annotated[float, Field(gt=0, le=600)] = 5.0
     """Wall time of one `exec`, in seconds."""
     max_memory_mb: Annotated[int, Field(ge=16, le=1_000_000)] = 512
-    """Memory of a process (`bubblewrap`, `unsafe`: its address space), or of the interpreter (`monty`)."""
+    """Memory of a process (`bubblewrap`, `unsafe`: its address space), of the interpreter (`monty`), or of all processes and
+    files together (`container`)."""
     max_output_bytes: Annotated[int, Field(ge=1, le=100_000_000)] = 10_000
     """Bytes of output that are kept."""
     max_files_mb: Annotated[int, Field(ge=1, le=10_000)] = 16
