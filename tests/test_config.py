@@ -359,7 +359,6 @@ rollout: {group_size: 2, max_turns: 3}
 credit: {scheme: turn_return, gamma: 0.9, lone: keep}
 loss: {clip_low: 0.1}
 train: {learning_rate: 0.1, betas: [0.5, 0.5]}
-warmup: {steps: 4, batch_size: 4, num_demonstrations: 8, learning_rate: 0.1}
 evaluation: {samples: 4, pass_at: [2]}
 report: {trackers: [tensorboard]}
 """
