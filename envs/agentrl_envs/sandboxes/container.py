@@ -4,6 +4,7 @@ import itertools
 import os
 import secrets
 import shutil
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -105,15 +106,8 @@ class Container(FileSandbox):
 def _finished(config: ContainerConfig, command: list[str], archive: bytes) -> Finished:
     """Run a command in a new container, and remove that."""
     name = f"agentrl-{os.getpid()}-{next(_RUNS)}-{secrets.token_hex(4)}"
-    done = run_process(
-        [*_client(config), *_run_options(config, name), config.image, "-c", _SCRIPT, "sh", _late(config), *command],
-        stdin=archive,
-        timeout_s=config.timeout_s,
-        max_output=config.max_output_bytes,
-        max_second=2 * config.max_files_mb * 1_000_000 + 1_000_000,
-        environment=os.environ,  # of the client alone
-        begins_with=BEGUN,
-    )
+    with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:  # podman leaves a file `oom` where it was started
+        done = _run_client(config, name, command, archive, folder)
     if done.timed_out or done.is_cut:  # the client was killed, and the container was not
         run_process(
             [*_client(config), "rm", "--force", *(["--time", "0"] if _program(config) == "podman" else []), name],
@@ -123,6 +117,20 @@ def _finished(config: ContainerConfig, command: list[str], archive: bytes) -> Fi
             environment=os.environ,
         )
     return done
+
+
+def _run_client(config: ContainerConfig, name: str, command: list[str], archive: bytes, folder: str) -> Finished:
+    """Run the client to its end, or to the deadline, in a folder of its own."""
+    return run_process(
+        [*_client(config), *_run_options(config, name), config.image, "-c", _SCRIPT, "sh", _late(config), *command],
+        stdin=archive,
+        timeout_s=config.timeout_s,
+        max_output=config.max_output_bytes,
+        max_second=2 * config.max_files_mb * 1_000_000 + 1_000_000,
+        environment=os.environ,  # of the client alone
+        begins_with=BEGUN,
+        cwd=folder,
+    )
 
 
 def _late(config: ContainerConfig) -> str:

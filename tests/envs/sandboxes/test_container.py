@@ -96,11 +96,13 @@ time.sleep(2)
 """
 
 
-def test_limits_hold_for_all_processes_together() -> None:
+def test_limits_hold_for_all_processes_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with container(max_processes=20, max_memory_mb=120, timeout_s=30).build() as sandbox:
         assert int(sandbox.exec(MANY).output) == 20 - 2 - 1  # but for the sandbox's two and the program
         ends = sandbox.exec(HOLD_TOGETHER).output.split()
         assert "-9" in ends or len(ends) < 8  # eight times 30 MB are more than 120 MB
+    assert not list(tmp_path.iterdir())  # podman writes that memory was used up where it was started
     with container(cpus=0.5, timeout_s=30).build() as sandbox:
         assert sum(map(float, sandbox.exec(SPIN).output.split())) < 0.5 * 3 + 1  # four processes, for 3 s
 
