@@ -5,6 +5,7 @@ have one number for each token; journals and checkpoints hold them exactly, as s
 """
 
 import base64
+import itertools
 import math
 import struct
 from array import array
@@ -466,7 +467,8 @@ def chains_of(turns: Sequence[HasParent]) -> list[list[int]]:
 def context_of(turns: Sequence[Turn], number: int) -> tuple[int, ...]:
     """Return the context in which the action of turn `number` was sampled."""
     *before, last = (turns[k] for k in path_to(turns, number))
-    return (*(token for turn in before for token in (*turn.observation_ids, *turn.action_ids)), *last.observation_ids)
+    parts = (ids for turn in before for ids in (turn.observation_ids, turn.action_ids))
+    return (*itertools.chain.from_iterable(parts), *last.observation_ids)
 
 
 def shorten(turn: Turn, before: Sequence[Turn]) -> tuple[Turn, int]:

@@ -176,9 +176,8 @@ class Channel:
         header, payload = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes.tolist())
         self._broadcast(header)
         self._broadcast(payload)
-        if (
-            self._device.type == "cuda"
-        ):  # only this thread's stream waits for NCCL, and another thread reads the weights
+        if self._device.type == "cuda":
+            # Only this thread's stream waits for NCCL, and another thread reads the weights.
             torch.cuda.current_stream(self._device).synchronize()
         return Bucket(header, payload)
 
