@@ -25,7 +25,7 @@ from agentrl.credit import Credit
 from agentrl.distributed.processes import is_main, to_rank_zero
 from agentrl.rollout.evaluation import component_means, reported_means, stop_shares
 from agentrl.rollout.limits import num_open_files
-from agentrl.types import FinishReason, StopReason, Trajectory, TrajectoryGroup, valid_trajectories
+from agentrl.types import FinishReason, Trajectory, TrajectoryGroup, valid_trajectories
 
 Array = npt.NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)

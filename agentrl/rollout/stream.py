@@ -15,7 +15,18 @@ from pydantic import TypeAdapter
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.conversation import LiveEpisode, Task
-from agentrl.rollout.journal import Dropped, Ended, Event, HandedOut, Interrupted, Journal, Late, Played, Restarted, Started
+from agentrl.rollout.journal import (
+    Dropped,
+    Ended,
+    Event,
+    HandedOut,
+    Interrupted,
+    Journal,
+    Late,
+    Played,
+    Restarted,
+    Started,
+)
 from agentrl.rollout.tasks import Curriculum, CurriculumState, EnvTask, Tasks, derive_seed
 from agentrl.types import StopReason, TaskShard, Trajectory, TrajectoryGroup, Turn, lengthen, shorten
 
