@@ -26,15 +26,15 @@ class AgentConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     run: str | None = None
-    """Function `module:function`, called with the row of the task, as a dict, and a session: `session.base_url` and
-    `session.api_key` for its client. It returns a reward, None where nothing can be said, or a mapping with `reward`, `success` and
-    other numbers. A function with `async def` shares an event loop with others; any other has a thread of its own."""
+    """Function `module:function`, called with the row of the task, as a dict, and a session, which has `base_url` and `api_key`
+    for its client. It returns a reward, None if nothing can be said, or a mapping with `reward`, `success` and other
+    numbers. One with `async def` shares an event loop with others; any other has a thread of its own."""
     command: tuple[str, ...] | None = None
-    """Program and its arguments in place of a function, run in a folder of its own. `{prompt}` and `{COLUMN}` stand for texts of
-    the task; `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `AGENTRL_TASK` are set."""
+    """Program and its arguments in place of a function, run in a folder of its own. `{prompt}` and `{COLUMN}` stand for texts
+    of the task; `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `AGENTRL_TASK` are set."""
     url: str | None = None
-    """Service in place of a function: `{"task", "base_url", "api_key", "anthropic_url"}` is posted to it, and it answers with what
-    a function returns."""
+    """Service in place of a function: `{"task", "base_url", "api_key", "anthropic_url"}` is posted to it, and it answers with
+    what a function returns."""
     tasks: TableOptions
     """Table of the tasks: a file, or the options of a `tasks` environment. Its `prompt` is None unless it is named."""
     reward: tuple[Any, ...] = ()
@@ -46,17 +46,17 @@ class AgentConfig(BaseModel):
     variables: dict[str, str] = {}
     """`command`: further environment variables."""
     timeout_s: Annotated[Seconds, MayChange()] = 600.0
-    """Longest silence of the program, in seconds: no call is under way, and it does not end. Updates of the policy do not count."""
+    """Longest silence of the program, in seconds: no call is under way, and it does not end. Updates do not count."""
     on_error: Literal["result", "fault"] = "result"
-    """Consequence of a program that fails. It is run again on the same answers. `result`: the same failure again is a result, with
-    reward 0 beside what was paid before (`stop/agent_error`); another one is a fault. `fault`: each is, and the episode is played
-    anew."""
+    """Consequence of a program that fails. `result`: it is run again on the same answers; the same failure is a result, with
+    reward 0 beside what was paid before (`stop/agent_error`), and another one is a fault. `fault`: each is, and the episode
+    is played again."""
     thoughts: Thoughts = "unsaid"
     """Meaning of a thought that a client leaves out of the history. `unsaid`: it was not taken back, since most cannot send it.
     `as_sent`: it was."""
     roles: tuple[str, ...] = ()
     """Names of models that clients may ask for to say which agent speaks; it is recorded with each turn."""
-    provides: tuple[Literal[Need.TURN_REWARDS, Need.STATE_KEYS], ...] = ()
+    provides: tuple[Literal["turn_rewards", "state_keys"], ...] = ()
     """Data that the program reports beside its end, which credit schemes may read: `turn_rewards` (`session.reward`),
     `state_keys` (`session.state`)."""
     heartbeat_s: Annotated[Seconds, MayChange()] = 10.0
@@ -159,7 +159,7 @@ class AgentConfig(BaseModel):
         splits, hashes = self.table.splits, self.table.hashes
         answers = {Need.ANSWER_LOGPROBS} if self.tasks.answer is not None else set[Need]()
         return EnvDescription(
-            needs=frozenset(self.provides) | answers,
+            needs=frozenset(map(Need, self.provides)) | answers,
             tools=[],
             num_tasks=NumTasks(train=len(splits["train"]), eval=len(splits["eval"])),
             task_hashes=TaskHashes(train=hashes["train"], eval=hashes["eval"]),

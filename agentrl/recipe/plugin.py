@@ -154,7 +154,8 @@ def explain(error: ValidationError, model: type[BaseModel], *path: str, elsewher
         path: the section of the recipe that it is.
         elsewhere: fields of all sections, one of which may have been meant.
     """
-    for entry in error.errors():
+    # A misspelt field first: what is missing may be just that.
+    for entry in sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden"):
         where = ".".join(map(str, (*path, *entry["loc"])))
         if entry["type"] == "extra_forbidden":
             section: type[BaseModel] | None = model

@@ -75,7 +75,7 @@ class Ended:
     shared: int = 0
     """Tokens left out of the first turn's context, as in `Played`."""
     late: tuple[Late, ...] = ()
-    """Of each of the `played` turns. Empty: as their events have them."""
+    """Fields of each of the `played` turns. Empty: as their events have them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -445,7 +445,9 @@ class TaskStream:
                 group.waiting.remove(episode)
                 played = episode.turns[:num_played]
                 first = tuple(lengthen(turn, played, shared) for turn in rest.turns[:1])
-                played = tuple(map(_with_late, played, late, strict=True)) if late else played
+                played = (
+                    tuple(_with_late(turn, its) for turn, its in zip(played, late, strict=True)) if late else played
+                )
                 group.done.append(replace(rest, turns=(*played, *first, *rest.turns[1:])))
             case Dropped(group=name, counts=counts):
                 self._note_visits([make_group(name, self._groups.pop(name).done)])
