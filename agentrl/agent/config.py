@@ -19,7 +19,6 @@ from agentrl.recipe.plugin import MayChange
 from agentrl.recipe.registry import import_attribute
 from agentrl.types import Need, NumTasks, Seconds, TaskHashes
 
-
 KINDS = ("run", "command", "url")
 """Fields of which one names the program."""
 

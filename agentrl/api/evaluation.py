@@ -87,7 +87,9 @@ def evaluate(
         keep = dialogue_writer(None if dialogues is None else Path(dialogues))
         with without_running_loop():
             return joined(evaluated_at_endpoint(playing, served, console=console, on_end=keep))
-    recipe, run_dir = load_to_play(target, overrides, changes=sections({"env": env, "agent": agent, "model": model, **others}))
+    recipe, run_dir = load_to_play(
+        target, overrides, changes=sections({"env": env, "agent": agent, "model": model, **others})
+    )
     with without_running_loop():
         found, _ = evaluated(recipe, run_dir, console=console, dialogues=None if dialogues is None else Path(dialogues))
     return joined(found)

@@ -236,8 +236,9 @@ def load_recipe(
         changes: sections, as in a recipe, but with only the fields that change; overrides lie over them.
 
     Naming another `env.id`, `credit.scheme` or `loss.algorithm` drops the recipe's options for the former one, as does an
-    environment in place of `agent`, an agent in place of `env`, and another kind of agent; naming another plug-in elsewhere (`chat.renderer`) drops those that it does not have. With a pretrained model, environments that have an
-    option `prompt: agentrl.Prompt` get `full`, unless the recipe gives it.
+    environment in place of `agent`, an agent in place of `env`, and another kind of agent; naming another plug-in elsewhere
+    (`chat.renderer`) drops those that it does not have. With a pretrained model, environments that have an option
+    `prompt: agentrl.Prompt` get `full`, unless the recipe gives it.
 
     Raises:
         ConfigError: naming each field at fault, with the nearest name for one that does not exist.
