@@ -159,7 +159,7 @@ class Recipe(BaseModel):
 
 def _fill_in_agent(data: dict[str, Any]) -> None:
     """Refuse an environment beside a program, and give `warmup` what a program needs, where the recipe leaves it open."""
-    if data.get("env", {}) not in ({}, EnvConfig(), EnvConfig().model_dump(mode="json")):  # a run's has every field
+    if data.get("env") not in (None, {}, EnvConfig(), EnvConfig().model_dump(mode="json")):
         raise ConfigError("agent: it plays in place of env; remove one of them")
     if isinstance(given := data.get("warmup", {}), Mapping):
         if given.get("steps") and given.get("dialogues") is None:

@@ -192,6 +192,7 @@ class ClientRun:
         """Done at the next change of the calls under way."""
         self._open = ExitStack()
         """Conversations at the engine."""
+        self._answering: set[asyncio.Task[Any]] = set()
 
     async def play(self, row: dict[str, Any]) -> Verdict | Crash:
         """Run the program to its end.
@@ -224,6 +225,9 @@ class ClientRun:
             self._is_over = True
             client.cancel()
             self.undelivered = frozenset(endpoint.close_session(session))
+            for task in self._answering:
+                task.cancel()
+            await asyncio.gather(*self._answering, return_exceptions=True)
             self._open.close()
 
     async def _given_up(self, work: BackgroundWork) -> Crash:
@@ -267,7 +271,14 @@ class ClientRun:
         """Return a function that is awaited on the endpoint's loop and runs on the pool's."""
 
         async def cross(asked: Asked) -> Any:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(asked), self._loop))
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(noted(asked), self._loop))
+
+        async def noted(asked: Asked) -> Any:
+            task = asyncio.current_task()
+            assert task is not None, "a task runs it"
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+            return await function(asked)
 
         return cross
 
