@@ -17,6 +17,7 @@ def turn(call: str = "", parent: int | None = None, **extras: Any) -> Turn:
         action_ids=(4, 5),
         behavior_logprobs=(-1.0, -1.0),
         versions=(0, 0),
+        reward=0.0,
         extras={**({"call": call} if call else {}), **extras},
         observation=({"role": "user", "content": "q"},),
         message={"role": "assistant", "content": "a"},
