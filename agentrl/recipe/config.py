@@ -129,6 +129,10 @@ class Recipe(BaseModel):
                 "rollout.curriculum: judges tasks by their numbers, and env.schedule gives a number another task; use one of "
                 "the two"
             )
+        if self.agent is not None and getattr(self.engine, "lockstep", None):
+            raise ValueError(
+                "engine.lockstep: waits until every episode has asked, and a program asks when it likes; remove it"
+            )
         scheme = load_credit(self.credit, elsewhere=_FIELDS)
         if rollout.group_size == 1:
             alone = "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or"

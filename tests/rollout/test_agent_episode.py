@@ -244,7 +244,7 @@ def test_a_prompt_that_is_too_long_can_be_made_shorter(new_table: Callable[..., 
         await ask(client, [user("summary")])
         return 1.0
 
-    for trajectory in asyncio.run(new_table(compacts).episodes()):
+    for trajectory in asyncio.run(new_table(compacts, rollout={"max_turns": 2}).episodes()):
         assert [turn.observation[-1]["content"] for turn in trajectory.turns][1] == "summary"
         assert trajectory.reward == 1.0
 
@@ -305,6 +305,18 @@ def test_a_program_that_hangs_is_given_up(new_table: Callable[..., Table]) -> No
     (trajectory,) = asyncio.run(table.episodes())
     assert trajectory.stop_reason is StopReason.AGENT_ERROR
     assert "agent.timeout_s: 0.5" in str(trajectory.error)
+
+
+def test_a_coroutine_that_blocks_is_told_to_be_a_function(new_table: Callable[..., Table]) -> None:
+    async def blocks(task: dict[str, Any], session: Any) -> float:
+        await ask(client_of(session), [user(task["question"])])
+        time.sleep(4)
+        return 1.0
+
+    table = new_table(blocks, rollout={"group_size": 1}, timeout_s=0.5)
+    (trajectory,) = asyncio.run(table.episodes())
+    assert trajectory.stop_reason is StopReason.AGENT_ERROR
+    assert "write it as `def`" in str(trajectory.error)
 
 
 def test_a_slow_answer_is_no_silence(new_table: Callable[..., Table]) -> None:

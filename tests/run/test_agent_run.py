@@ -60,6 +60,7 @@ def test_a_run_trains_on_the_calls_of_a_program_and_is_resumed(tmp_path: Path) -
         ({"agent": {"run": "json:no_such"}}, r"agent\.run"),
         ({"agent": {"tasks": {"prompt": "text"}}}, r"agent\.tasks: .* no column 'text'"),
         ({"agent": {"reward": "exact_mach"}}, r"exact_match"),
+        ({"engine": {"lockstep": True}}, r"engine\.lockstep"),
         ({"credit": {"scheme": "gigpo"}}, "state_keys"),
     ],
 )
