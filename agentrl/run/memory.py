@@ -35,7 +35,7 @@ from agentrl.models.moe import cast_experts
 from agentrl.policy.config import LoraSettings
 from agentrl.policy.layout.tree_attention import no_mask
 from agentrl.policy.logprobs import tile_elements
-from agentrl.policy.lora import add_lora, round_frozen
+from agentrl.policy.lora import add_sizes, round_frozen
 from agentrl.policy.model import local_config
 from agentrl.policy.sharded_checkpoint import can_load_sharded
 from agentrl.recipe.config import Recipe
@@ -236,7 +236,7 @@ def _made(config: Any, lora: LoraSettings | None, *, dtype: torch.dtype) -> Iter
         model = name_body(auto_class(config).from_config(config, attn_implementation=_NAME, dtype=dtype).train())
         freeze_towers(model)
         if lora is not None:
-            add_lora(model, lora)
+            add_sizes(model, lora)
             if dtype == torch.bfloat16:
                 round_frozen(model)
     with FakeTensorMode(allow_non_fake_inputs=True):
