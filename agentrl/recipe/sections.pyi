@@ -387,6 +387,18 @@ class ReportSection(TypedDict, total=False):
     project: str
     r"""Project (MLflow: experiment) of the run in trackers; the run's name is that of its folder."""
 
+class DeploymentSection(TypedDict, total=False):
+    """Processes that `agentrl up` starts and watches, each on GPUs of its own if there are any. Nothing else reads it."""
+
+    trainers: int
+    r"""Processes that train."""
+    servers: int
+    r"""vLLM servers. 0: the engine is the recipe's."""
+    tensor_parallel: int
+    r"""GPUs of each server."""
+    max_restarts: int
+    r"""Times that the trainers are resumed after a failure; and that a server may fail in a row before it serves."""
+
 class Sections(TypedDict, total=False):
     """Everything that defines a run."""
 
@@ -403,3 +415,4 @@ class Sections(TypedDict, total=False):
     train: TrainSection | Mapping[str, Any] | BaseModel
     evaluation: EvaluationSection | Mapping[str, Any] | BaseModel
     report: ReportSection | Mapping[str, Any] | BaseModel
+    deployment: DeploymentSection | Mapping[str, Any] | BaseModel
