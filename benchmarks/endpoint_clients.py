@@ -25,7 +25,7 @@ from typing import Any
 
 from agentrl.rollout.tasks import EnvTask
 from agentrl.types import Message, Trajectory, parent_of
-from benchmarks.endpoint_pools import MessageEngine, agent_player, num_trained, open_pool, sampled, text
+from benchmarks.endpoint_pools import MessageEngine, agent_player, decode, num_trained, open_pool, sampled, text
 from benchmarks.endpoint_wires import AGENTS, CLIENTS, QUESTIONS, ROOT, Client
 
 REQUIREMENTS = AGENTS / "requirements.txt"
@@ -99,6 +99,12 @@ def relations(trajectory: Trajectory) -> list[str]:
     return found
 
 
+def until_stop(ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what counts of an answer: smolagents' CodeAgent asks for no token after the one that completes `</code>`."""
+    before, stop, _ = decode(ids).partition("</code>")
+    return ids[: len((before + stop).encode())] if stop else ids  # a token a byte
+
+
 def play(client: Client, *, python: Path, npm: Path | None = None) -> dict[str, Any]:
     """Return what came of episodes that a client plays."""
     engine, warnings = MessageEngine(Says(client.answers)), list[str]()
@@ -116,7 +122,7 @@ def play(client: Client, *, python: Path, npm: Path | None = None) -> dict[str, 
         with open_pool(player, engine, max_retries=0) as (runner, pool):
             (group,) = runner.run(pool.play({"clients/0": EnvTask(seed=0, index=0)}, group_size=1))
     (trajectory,) = group.trajectories
-    said = sorted((prompt, completion.token_ids) for prompt, completion in engine.said)
+    said = sorted((prompt, until_stop(completion.token_ids)) for prompt, completion in engine.said)
     related = relations(trajectory)
     return {
         "identical": said == sampled(trajectory) and related == list(client.relations),

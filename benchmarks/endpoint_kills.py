@@ -32,13 +32,14 @@ from tests.support.processes import Command
 
 ROOT = Path(__file__).resolve().parents[1]
 LOOP = ROOT / "tests" / "support" / "agents" / "plain_loop.py"
+NUM_TASKS = 400
 MODES = ("sync", "partial", "async")
 
 
 def agent(num_tasks: int, *, turns: int) -> dict[str, Any]:
     """Return the section about a program that is run without a shell, and without site packages."""
     rows = [{"question": f"task {number}", "turns": turns, "number": number} for number in range(num_tasks)]
-    return {"command": [sys.executable, "-I", "-S", str(LOOP)], "tasks": {"tasks": rows, "eval_share": 0}}
+    return {"command": [sys.executable, "-I", "-S", str(LOOP)], "tasks": rows}
 
 
 def clients() -> Iterator[tuple[psutil.Process, int]]:
@@ -75,17 +76,19 @@ class Killer:
 def kill_clients(mode: str, num_kills: int, rng: random.Random) -> dict[str, Any]:
     """Return what came of kills of programs."""
     engine = MessageEngine(lambda name, prompt: text(f"{len(prompt)} " + "a" * (len(prompt) % 400)), seconds=0.2)
-    player = agent_player(agent(1000, turns=5))
+    player = agent_player(agent(NUM_TASKS, turns=5))
     rollout = {"mode": mode, "num_groups": 2, "group_size": 2, "max_live_episodes": 6}
     groups = []
-    with open_pool(player, engine, num_tasks=1000, **rollout) as (runner, pool):
+    with open_pool(player, engine, num_tasks=player.config.describe().num_tasks.train or 0, **rollout) as (
+        runner,
+        pool,
+    ):
         killer = Killer(num_kills, rng)
         while not killer.is_done:
             groups += runner.run(pool.collect())
             runner.run(pool.pause())
             runner.run(engine.load_weights((), engine.version + 1))
         groups += runner.run(pool.collect())
-        counts = dict(pool.counts)
     played = [trajectory for group in groups for trajectory in group.trajectories]
     begun = sum(engine.begun[trajectory.trajectory_id] for trajectory in played)
     numbers = [int(group.group_id.rpartition("/")[2]) for group in groups]
@@ -106,7 +109,7 @@ def recipe(mode: str) -> dict[str, Any]:
     """Return a run that never ends by itself, and that a program plays."""
     sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
     return {
-        "agent": agent(64, turns=4),
+        "agent": agent(NUM_TASKS, turns=4),
         "model": {"local": sizes},
         "engine": {"name": "transformers", "lockstep": False},
         "rollout": {
@@ -120,7 +123,7 @@ def recipe(mode: str) -> dict[str, Any]:
         },
         "loss": {"anchor": "behavior"} if mode == "sync" else {"unit": "version", "anchor": "behavior"},
         "train": {"steps": 10_000, "checkpoint_every": 7, "device": "cpu"},
-        "evaluation": {"every": 1000, "num_tasks": 0},
+        "evaluation": {"every": 1000, "num_tasks": 2},
         "report": {"rollouts_every": 1, "keep_rollouts": 10_000},
     }
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.endpoint_pause [--pause 120] [--read-timeout 2]
 
-Episodes of two calls are played by openai's client with a short read timeout, in mode `partial`. Those of every second group are
-in the middle of an action when the first `collect` returns; then the pool's loop stands still for the pause, and new weights
+Episodes of two calls are played by openai's client with a short read timeout, in mode `partial`. Those of every second group
+are in the middle of an action when the first `collect` returns; then the pool's loop stands still for the pause, and new weights
 are loaded. `samples_a_call` counts actions begun for each call of a client, `retries` and `errors` those of the client,
 `spanning` the actions with tokens of both versions. `silent` is the same without signs of life, in a pause of four timeouts.
 """
@@ -45,7 +45,7 @@ async def solve(task: dict[str, Any], session: AgentSession) -> dict[str, float]
     return counts
 
 
-def say(name: str, prompt: str) -> Message:  # noqa: ARG001 - of any prompt
+def say(name: str, prompt: str) -> Message:
     """Say much in every second group."""
     return text("a" * (LONG if int(name.split("/")[1]) % 2 else 10))
 
