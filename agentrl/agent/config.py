@@ -19,6 +19,9 @@ from agentrl.recipe.plugin import MayChange
 from agentrl.recipe.registry import import_attribute
 from agentrl.types import Need, NumTasks, Seconds, TaskHashes
 
+KINDS = ("run", "command", "url")
+"""Fields of which one names the program."""
+
 
 class AgentConfig(BaseModel):
     """A program that plays the tasks of a table, and asks the policy for its answers as it would ask any model's API."""
@@ -89,7 +92,7 @@ class AgentConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        given = [name for name in ("run", "command", "url") if getattr(self, name) is not None]
+        given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"name one of run, command and url, got {' and '.join(given) or 'none'}")
         if self.command is None and (lost := [name for name in ("check", "files", "variables") if getattr(self, name)]):

@@ -22,6 +22,7 @@ from agentrl.api.target import (
     shipped,
     tokenizer_of,
     untrained,
+    with_tasks,
     without_running_loop,
 )
 from agentrl.credit import Credit
@@ -45,6 +46,8 @@ def evaluate(
     target: Target = None,
     *,
     env: Any = None,
+    agent: Any = None,
+    tasks: Any = None,
     model: "str | Path | ModelSection | Mapping[str, Any] | None" = None,
     endpoint: str | None = None,
     api_key_env: str = "OPENAI_API_KEY",
@@ -58,6 +61,8 @@ def evaluate(
     Args:
         target: a run or its folder, whose newest weights play; or a recipe, whose model plays as it is.
         env: as in `agentrl.train`: the environment to play in, whatever the run was trained or is evaluated in.
+        agent: as in `agentrl.train`.
+        tasks: as in `agentrl.train`.
         model: as in `agentrl.train`; with `endpoint`, its name there.
         endpoint: of an OpenAI-compatible server, such as `http://127.0.0.1:8000/v1`; no weights and no torch are loaded then.
             `rollout.max_live_episodes` are played at once. An episode that the endpoint does not answer is counted in
@@ -72,16 +77,19 @@ def evaluate(
         UserError: for what cannot be carried out, naming the field and the fix; also if the endpoint answers nothing.
     """
     look_for_modules_here(target)
+    agent = with_tasks(agent, tasks)
     console = Console(soft_wrap=True)
     if endpoint is not None:
         if not isinstance(model, str):
             raise ConfigError("evaluate: with an endpoint, give model: its name there, as a text")
         served = ChatModel(url=endpoint, name=model, api_key_env=api_key_env, prices=prices)
-        playing = to_play_at_endpoint(target, overrides, changes=sections({"env": env, **others}))
+        playing = to_play_at_endpoint(target, overrides, changes=sections({"env": env, "agent": agent, **others}))
         keep = dialogue_writer(None if dialogues is None else Path(dialogues))
         with without_running_loop():
             return joined(evaluated_at_endpoint(playing, served, console=console, on_end=keep))
-    recipe, run_dir = load_to_play(target, overrides, changes=sections({"env": env, "model": model, **others}))
+    recipe, run_dir = load_to_play(
+        target, overrides, changes=sections({"env": env, "agent": agent, "model": model, **others})
+    )
     with without_running_loop():
         found, _ = evaluated(recipe, run_dir, console=console, dialogues=None if dialogues is None else Path(dialogues))
     return joined(found)

@@ -48,7 +48,7 @@ def line_display() -> Callable[[str], None]:
     return show
 
 
-_KEYS = {"env": "id", "model": "name_or_path", "credit": "scheme", "engine": "name", "chat": "renderer"}
+_KEYS = {"env": "id", "agent": "run", "model": "name_or_path", "credit": "scheme", "engine": "name", "chat": "renderer"}
 """Field of a section that a lone name stands for: `env=MyEnv` is `env={"id": MyEnv}`."""
 _GROUPS: dict[str, Group] = {"env": "agentrl.envs", "credit": "agentrl.credit"}
 
@@ -63,6 +63,16 @@ def sections(given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: naming the field, for what cannot be written down, with what to give instead.
     """
     return {name: _section(name, value) for name, value in given.items() if value is not None}
+
+
+def with_tasks(agent: Any, tasks: Any) -> Any:
+    """Return section `agent`, or None, with its tasks; `agent` may be what stands for its `run`."""
+    if tasks is None:
+        return agent
+    given = {} if agent is None else _section("agent", agent)
+    former = given.get("tasks")
+    options = tasks if isinstance(tasks, Mapping) else {"tasks": tasks}
+    return {**given, "tasks": {**former, **options} if isinstance(former, Mapping) else options}
 
 
 def _section(name: str, value: Any) -> Any:

@@ -25,6 +25,7 @@ from agentrl.api.target import (
     name_of,
     sections,
     tokenizer_of,
+    with_tasks,
     without_running_loop,
 )
 from agentrl.api.trained_run import TrainedRun
@@ -205,6 +206,8 @@ def train(
     recipe: Target = None,
     *,
     env: Any = None,
+    agent: Any = None,
+    tasks: Any = None,
     model: "str | Path | ModelSection | Mapping[str, Any] | None" = None,
     credit: Any = None,
     on_step: OnStep | None = None,
@@ -224,6 +227,8 @@ def train(
         recipe: the name of one that comes with agentrl, a YAML file, its sections as a dict; None: the defaults. Or the folder
             of a run, which is resumed.
         env: section `env`, or what stands for its `id`: a class, a function that returns an environment, a name.
+        agent: section `agent`, or what stands for its `run`: a function, or its name. It plays in place of an environment.
+        tasks: field `agent.tasks`: a file, a list of dicts, or the options of the table.
         model: section `model`, or what stands for its `name_or_path`: a Hugging Face name or folder.
         credit: section `credit`, or what stands for it: a scheme, its class or its name.
         on_step: called after each step with its metrics. What it raises ends the run, which can then be resumed.
@@ -242,7 +247,8 @@ def train(
             '"__main__":`'
         )
     look_for_modules_here(recipe)
-    changes = sections({"env": env, "model": model, "credit": credit, **others})
+    agent = with_tasks(agent, tasks)
+    changes = sections({"env": env, "agent": agent, "model": model, "credit": credit, **others})
     if processes != 1:
         return _launch(recipe, changes, overrides, processes=processes, on_step=on_step, quiet=quiet)
     planned, run_dir = load(recipe, overrides, changes=changes)

@@ -120,9 +120,9 @@ def _shipped(target: Path) -> Mapping[str, Any] | None:
 
     with suppress(ConfigError):
         if (run := run_of(target)) is not None:
-            env_id = load(run)[0].env.id
+            env_id = load(run)[0].player_id
             recipe, run_dir = load(env_id)
-            return recipe.credit if run_dir is None and recipe.env.id == env_id else None
+            return recipe.credit if run_dir is None and recipe.player_id == env_id else None
     return None
 
 

@@ -131,8 +131,17 @@ def _recipe(env: str, rest: list[str]) -> "Recipe":
     from agentrl.recipe.config import load_recipe
 
     if env.endswith((".yaml", ".yml")):
-        return load_recipe(Path(env), rest)
+        recipe = load_recipe(Path(env), rest)
+        _check_has_env(recipe, f"`agentrl agent try {env}` plays a task with it")
+        return recipe
     return load_recipe(None, [f"--env.id={env}", *rest])
+
+
+def _check_has_env(recipe: "Recipe", fix: str) -> None:
+    from agentrl.errors import ConfigError
+
+    if recipe.agent is not None:
+        raise ConfigError(f"agent: {recipe.agent.name} plays in place of an environment; {fix}")
 
 
 def _ask() -> str | None:
@@ -144,6 +153,7 @@ def _ask() -> str | None:
 
 def _replay(options: argparse.Namespace, _: list[str]) -> None:
     recipe, _folder = load(options.target, [])
+    _check_has_env(recipe, f"`agentrl show {options.target} --trajectory {options.episode}` prints what it said")
     from agentrl.report.play import find, replay
 
     record = find(options.target, options.episode)

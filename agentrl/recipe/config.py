@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
-from agentrl.agent.config import AgentConfig
+from agentrl.agent.config import KINDS, AgentConfig
 from agentrl.chat import AutoConfig, RendererConfig
 from agentrl.credit import CreditScheme, load_credit, load_fallback
 from agentrl.data.files import MAX_DEPTH, nests_deeper, parse_yaml
@@ -256,9 +256,10 @@ def load_recipe(
         overrides: options as on the command line: `--rollout.group_size 4`.
         changes: sections, as in a recipe, but with only the fields that change; overrides lie over them.
 
-    Naming another `env.id`, `credit.scheme` or `loss.algorithm` drops the recipe's options for the former one; naming another
-    plug-in elsewhere (`chat.renderer`) drops those that it does not have. With a pretrained model, environments that have an
-    option `prompt: agentrl.Prompt` get `full`, unless the recipe gives it.
+    Naming another `env.id`, `credit.scheme` or `loss.algorithm` drops the recipe's options for the former one, as does an
+    environment in place of `agent`, an agent in place of `env`, and another kind of agent; naming another plug-in elsewhere
+    (`chat.renderer`) drops those that it does not have. With a pretrained model, environments that have an option
+    `prompt: agentrl.Prompt` get `full`, unless the recipe gives it.
 
     Raises:
         ConfigError: naming each field at fault, with the nearest name for one that does not exist.
@@ -267,6 +268,7 @@ def load_recipe(
     changed = merged(named_sections(changes or {}), _parse_overrides(overrides))
     if _nested(changed, "env", "id") not in (None, _nested(data, "env", "id") or EnvConfig().id):
         data["env"] = {}
+    _drop_former_player(data, changed)
     if _nested(changed, "credit", "scheme") not in (None, _nested(data, "credit", "scheme")):
         data["credit"] = {}
     if _nested(changed, "loss", "algorithm") not in (None, _nested(data, "loss", "algorithm")):
@@ -281,8 +283,22 @@ def load_recipe(
         raise ConfigError("\n".join(explain(error, Recipe, elsewhere=_FIELDS))) from error
     if recipe.model.name_or_path is None:
         return recipe
-    full = {"env": recipe.env.with_prompt("full"), "evaluation": recipe.evaluation.with_prompt("full")}
+    full: dict[str, Any] = {"evaluation": recipe.evaluation.with_prompt("full")}
+    if recipe.agent is None:
+        full["env"] = recipe.env.with_prompt("full")
     return recipe.model_copy(update=full)
+
+
+def _drop_former_player(data: dict[str, Any], changed: Mapping[str, Any]) -> None:
+    """Remove from a recipe what plays, where something else is to play."""
+    if changed.get("agent") is not None and not data.get("agent"):
+        data.pop("env", None)
+    if _nested(changed, "env", "id") is not None and changed.get("agent") is None:
+        data.pop("agent", None)
+    former = data.get("agent")
+    if isinstance(former, Mapping) and any(_nested(changed, "agent", kind) is not None for kind in KINDS):
+        only_of_commands = () if _nested(changed, "agent", "command") else ("check", "files", "variables")
+        data["agent"] = {key: value for key, value in former.items() if key not in (*KINDS, *only_of_commands)}
 
 
 def _read(path: Path | None) -> dict[str, Any]:

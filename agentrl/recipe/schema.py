@@ -125,7 +125,7 @@ def section_types() -> str:
     classes: dict[str, str] = {}
     for alone in ("env", "model"):
         _type_source(Recipe.model_fields[alone].annotation, classes)
-    _add_class(Recipe, classes, leave_out={"env", "model", "credit"})
+    _add_class(Recipe, classes, leave_out={"env", "agent", "model", "credit"})
     return "\n\n".join([_HEAD, *classes.values()])
 
 

@@ -21,12 +21,12 @@ from agentrl.errors import ConfigError, UserError
 from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.report.public import public
 from agentrl.report.records import groups_of, read_records
-from agentrl.report.statistics import draw, settings_of, shown
+from agentrl.report.statistics import draw, player_of, settings_of, shown
 from agentrl.rollout.evaluation import EvaluationConfig, Interval, summarize_evaluation, wilson
 
 
 def first_line(env_id: str) -> str | None:
-    """Return the first line of the docstring of what `env.id` names.
+    """Return the first line of the docstring of what `env.id` or `agent.run` names.
 
     None: it has none, or no source that is found by its name.
     """
@@ -38,7 +38,7 @@ def first_line(env_id: str) -> str | None:
     except (OSError, SyntaxError, ValueError):  # what is no source says nothing
         return None
     for node in tree.body if tree else ():
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == attribute:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == attribute:
             return (ast.get_docstring(node) or "").partition("\n")[0] or None
     return None
 
@@ -130,7 +130,8 @@ def write_card(
         title=name.rpartition("/")[2],
         config=config,
         base=base,
-        docstring=first_line(config["env"]["id"]),
+        player=player_of(config),
+        docstring=first_line(player_of(config)),
         auto_class=auto_class,
         loaded=json.dumps((base or "THE BASE MODEL") if adapter else name),
         adapter=json.dumps(name) if adapter else None,
@@ -164,7 +165,7 @@ def measure(run: RunFolder, config: Mapping[str, Any], *, step: int) -> list[Mea
 
 def _envs(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the environments in which a run is evaluated, by name."""
-    envs: Mapping[str, Any] = config["evaluation"]["env"] or {"": config["env"]}
+    envs: Mapping[str, Any] = config["evaluation"]["env"] or {"": {"id": player_of(config)}}
     return envs
 
 

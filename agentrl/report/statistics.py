@@ -248,13 +248,29 @@ def as_json(found: Mapping[str, Evaluation], env_ids: Mapping[str, str], file: P
     return {"evaluations": evaluations, "rollouts": None if file is None else str(file)}
 
 
+_OF_ENV = ("id", "options", "wrappers")
+_OF_AGENT = ("run", "command", "url", "tasks", "reward", "check", "files", "variables", "thoughts")
+
+
+def player_of(config: Mapping[str, Any]) -> str:
+    """Return the name of what plays by a recipe, as it is written down: an environment, or a program."""
+    agent = config.get("agent")
+    if agent is None:
+        return str((config.get("env") or {}).get("id"))
+    return str(agent.get("run") or agent.get("url") or next(iter(agent.get("command") or ()), "agent"))
+
+
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a recipe, as it is written down, decides what an evaluation of given weights finds."""
     evaluation, rollout = config["evaluation"], config["rollout"]
-    envs = evaluation["env"] or {"": config["env"]}
+    envs: Mapping[str, Any] = evaluation["env"]
+    if envs or config.get("agent") is None:
+        envs = {name: {key: env[key] for key in _OF_ENV} for name, env in (envs or {"": config["env"]}).items()}
+    else:
+        envs = {"": {key: config["agent"][key] for key in _OF_AGENT}}
     limits = ("max_turns", "max_turn_tokens", "max_episode_tokens", "max_context_tokens", "history")
     return {
-        "env": {name: {key: env[key] for key in ("id", "options", "wrappers")} for name, env in envs.items()},
+        "env": envs,
         "seed": config["seed"] if evaluation["seed"] is None else evaluation["seed"],
         **{key: evaluation[key] for key in ("num_tasks", "samples", "temperature")},
         **{key: rollout[key] for key in limits},

@@ -75,6 +75,11 @@ class Playing(BaseModel):
         """
         sections: dict[str, Any] = {}
         for layer in layers:
+            if layer.get("agent") is not None:
+                raise ConfigError(
+                    "agent: with an endpoint only an environment is played; give its address to the program itself, or leave "
+                    "--endpoint out"
+                )
             env = layer.get("env")
             if isinstance(env, Mapping) and env.get("id") not in (None, _nested_id(sections)):
                 sections = {**sections, "env": {}}

@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError
 from agentrl.report.html.page import asset, write_page
 from agentrl.report.html.runs import RecipeRuns, Run, by_recipe, open_runs
 from agentrl.report.html.store import RolloutStore
-from agentrl.report.statistics import t_quantile, with_unreported, within
+from agentrl.report.statistics import player_of, t_quantile, with_unreported, within
 
 MAX_POINTS = 1500
 """Points of a curve: of more steps, neighbours are averaged."""
@@ -216,7 +216,7 @@ def title(runs: Sequence[Run]) -> str:
     """Return the name of the one run, or of what the runs train on."""
     if len(runs) == 1:
         return runs[0].name
-    envs = dict.fromkeys(str(run.field("env.id")) for run in runs)
+    envs = dict.fromkeys(player_of(run.config) for run in runs)
     return f"{', '.join(envs)}: {len(runs)} runs"
 
 
@@ -224,7 +224,7 @@ def _parts(run: Run) -> dict[str, Any]:
     """Return what a reader wants to know first of a recipe."""
     model = run.field("model.name_or_path") or ("a local model" if run.field("model.local") else None)
     fields = {
-        "environment": run.field("env.id"),
+        "environment" if run.field("agent") is None else "agent": player_of(run.config),
         "model": model,
         "credit": run.field("credit.scheme"),
         "ratio unit": run.field("loss.unit"),

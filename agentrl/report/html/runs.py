@@ -9,6 +9,7 @@ from typing import Any
 from agentrl.data.files import dump_yaml
 from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
+from agentrl.report.statistics import player_of
 
 _OF_ONE_RUN = ("seed", "run_dir", "report")
 """Fields that may differ between repetitions."""
@@ -121,7 +122,7 @@ def by_recipe(runs: Sequence[Run]) -> list[RecipeRuns]:
         if len(set(told)) == len(told):
             break
     return [
-        RecipeRuns(name=name or str(of_recipe[0].field("env.id")), runs=of_recipe)
+        RecipeRuns(name=name or player_of(of_recipe[0].config), runs=of_recipe)
         for name, of_recipe in zip(told, found.values(), strict=True)
     ]
 
