@@ -14,7 +14,7 @@ import numpy as np
 from agentrl import Message, ToolEnv
 
 WIDTH, GUESSES = 12, 4
-SYSTEM = "You play a guessing game. Answer with one number and nothing else."
+SYSTEM = "Guess my number. Answer with one number."
 
 
 class Guess(ToolEnv):
@@ -27,7 +27,7 @@ class Guess(ToolEnv):
         self.high = self.low + WIDTH - 1
         self.first, self.last, self.left = self.low, self.high, GUESSES
         self.number = int(self.np_random.integers(self.low, self.high + 1))
-        question = f"I am thinking of a number from {self.low} to {self.high}. You have {GUESSES} guesses. What is the first?"
+        question = f"My number is from {self.low} to {self.high}. You have {GUESSES} guesses."
         return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
 
     def answer(self, text: str) -> str:
@@ -44,12 +44,12 @@ class Guess(ToolEnv):
         if guess is None:
             return "Say one number."
         if self.low <= guess <= self.high:
-            self.reward(0.1)  # for a guess that could have been right
+            self.reward(0.25)  # for a guess that could have been right
         if guess < self.number:
             self.low = max(self.low, guess + 1)
-            return "My number is higher. Next guess?"
-        self.high = min(self.high, guess - 1)
-        return "My number is lower. Next guess?"
+        else:
+            self.high = min(self.high, guess - 1)
+        return f"{'Higher' if guess < self.number else 'Lower'}: from {self.low} to {self.high}."
 
     def state_key(self) -> str:
         return f"{self.low} to {self.high}, {self.left} left"

@@ -74,7 +74,7 @@ def test_halving_wins_the_game_of_guess_py_and_evaluation_has_other_ranges() -> 
             _, reward, is_over, _, info = env.step(env.oracle())
             rewards.append(reward)
         assert info["success"]
-        assert rewards == [0.1] * (len(rewards) - 1) + [1.0]
+        assert rewards == [0.25] * (len(rewards) - 1) + [1.0]
     assert not starts["train"] & starts["eval"]
 
 
