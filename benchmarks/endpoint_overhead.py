@@ -148,12 +148,12 @@ def figures(*, sessions: int, turns: int, engine_seconds: float) -> dict[str, An
     """Return the figures."""
     task = {"turns": turns, "stagger_s": engine_seconds}
     with running_service() as url:
-        body = {"task": {"turns": 40, "stagger_s": 0}, "base_url": f"{url}/v1", "api_key": "key"}
-        httpx2.post(f"{url}/play", json=body, timeout=60)
-        alone = statistics.median(httpx2.post(f"{url}/latencies").json()) - 0.05
+        body = {"task": {"turns": 20, "stagger_s": 0}, "base_url": f"{url}/v1", "api_key": "key"}
+        httpx2.post(f"{url}/play", json=body, timeout=600)
+        alone = statistics.median(httpx2.post(f"{url}/latencies", timeout=600).json()) - 0.05
         agent = {"url": f"{url}/play", "tasks": {"tasks": [task], "eval_share": 0}}
         played = play(agent_player(agent), sessions=sessions, turns=turns, engine_seconds=engine_seconds)
-        call = statistics.median(httpx2.post(f"{url}/latencies").json())
+        call = statistics.median(httpx2.post(f"{url}/latencies", timeout=600).json())
     in_env = play(
         EnvPlayer(lambda: Dialogue(turns=turns, stagger_s=engine_seconds)),
         sessions=sessions,

@@ -9,12 +9,13 @@ import pytest
 openai: Any = pytest.importorskip("openai", reason="comes with the extra of vLLM")
 
 from benchmarks.endpoint_agents import figures as agents  # noqa: E402 - they import openai
-from benchmarks.endpoint_clients import CLIENTS, python_with  # noqa: E402
 from benchmarks.endpoint_clients import figures as clients  # noqa: E402
+from benchmarks.endpoint_clients import python_with  # noqa: E402
 from benchmarks.endpoint_kills import kill_clients, kill_trainer  # noqa: E402
 from benchmarks.endpoint_learning import figures as learning  # noqa: E402
 from benchmarks.endpoint_overhead import figures as overhead  # noqa: E402
 from benchmarks.endpoint_pause import figures as pause  # noqa: E402
+from benchmarks.endpoint_wires import CLIENTS  # noqa: E402
 
 pytestmark = pytest.mark.process
 
