@@ -72,7 +72,15 @@ class AgentConfig(BaseModel):
     @classmethod
     def _as_table(cls, given: object) -> object:
         given = {"tasks": given} if isinstance(given, str | Path | list) else given
-        return {"prompt": None, **given} if isinstance(given, Mapping) else given
+        if not isinstance(given, Mapping):
+            return given
+        # A run's own recipe holds every field: one that was left open must not contradict another.
+        fields = TableOptions.model_fields
+        return {"prompt": None} | {
+            name: value
+            for name, value in given.items()
+            if name not in fields or fields[name].is_required() or name == "prompt" or value != fields[name].default
+        }
 
     @field_validator("reward", mode="before")
     @classmethod

@@ -33,6 +33,9 @@ class _Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(
+            concurrent.futures.ThreadPoolExecutor(thread_name_prefix="agentrl-tools-helper")
+        )
         self._has_ended = False
         self._waiting: set[concurrent.futures.Future[Any]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()

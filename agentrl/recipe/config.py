@@ -129,6 +129,10 @@ class Recipe(BaseModel):
                 "rollout.curriculum: judges tasks by their numbers, and env.schedule gives a number another task; use one of "
                 "the two"
             )
+        if self.agent is not None and getattr(self.engine, "lockstep", None):
+            raise ValueError(
+                "engine.lockstep: waits until every episode has asked, and a program asks when it likes; remove it"
+            )
         scheme = load_credit(self.credit, elsewhere=_FIELDS)
         if rollout.group_size == 1:
             alone = "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or"
@@ -159,7 +163,7 @@ class Recipe(BaseModel):
 
 def _fill_in_agent(data: dict[str, Any]) -> None:
     """Refuse an environment beside a program, and give `warmup` what a program needs, where the recipe leaves it open."""
-    if data.get("env"):
+    if data.get("env") not in (None, {}, EnvConfig(), EnvConfig().model_dump(mode="json")):
         raise ConfigError("agent: it plays in place of env; remove one of them")
     if isinstance(given := data.get("warmup", {}), Mapping):
         if given.get("steps") and given.get("dialogues") is None:

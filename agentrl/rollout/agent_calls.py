@@ -183,7 +183,6 @@ class ClientRun:
         self._waiting: deque[AgentCall] = deque()
         """Calls that have no turn yet."""
         self._names: Counter[str] = Counter()
-        self._lines: Counter[int] = Counter()
         self._engine_error: EngineError | None = None
         self._is_over = False
         self._num_running = 0
@@ -192,6 +191,7 @@ class ClientRun:
         """Done at the next change of the calls under way."""
         self._open = ExitStack()
         """Conversations at the engine."""
+        self._answering: set[asyncio.Task[Any]] = set()
 
     async def play(self, row: dict[str, Any]) -> Verdict | Crash:
         """Run the program to its end.
@@ -213,6 +213,9 @@ class ClientRun:
         client = asyncio.wrap_future(work.future)
         try:
             await self._wait(client)
+            if client.cancelled():  # with all that shared its event loop
+                words = "another coroutine blocked the event loop that all share: write that as `def`"
+                return Crash(words=f"agent {self._program.name}: {words}", fault=Fault(kind="a blocked event loop"))
             return _verdict(client.result())
         except RaisedError as error:
             raised = error.raised
@@ -224,6 +227,9 @@ class ClientRun:
             self._is_over = True
             client.cancel()
             self.undelivered = frozenset(endpoint.close_session(session))
+            for task in self._answering:
+                task.cancel()
+            await asyncio.gather(*self._answering, return_exceptions=True)
             self._open.close()
 
     async def _given_up(self, work: BackgroundWork) -> Crash:
@@ -267,7 +273,14 @@ class ClientRun:
         """Return a function that is awaited on the endpoint's loop and runs on the pool's."""
 
         async def cross(asked: Asked) -> Any:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(asked), self._loop))
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(noted(asked), self._loop))
+
+        async def noted(asked: Asked) -> Any:
+            task = asyncio.current_task()
+            assert task is not None, "a task runs it"
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+            return await function(asked)
 
         return cross
 
@@ -317,6 +330,7 @@ class ClientRun:
         except BaseException:
             if call in self._waiting:
                 self._waiting.remove(call)
+                self.calls.remove(call)
                 if call.completion.token_ids:  # another run of the program may ask for it again
                     self._record.partials[call.name] = call.completion
                 self._commit()
@@ -377,6 +391,7 @@ class ClientRun:
         elif placed.kind is tree.Kind.ROOT and placed.number:
             self.counts["new_lines"] += 1
         self.counts["unsaid_thoughts"] += placed.is_unsaid
+        self.counts["ignored_parameters"] += bool(asked.ignored)
         self._program.on_ignored(asked.ignored)
 
     def _line(self, call: AgentCall) -> str:
@@ -536,7 +551,7 @@ class ClientRun:
 
     def counted(self, record: CallRecord) -> dict[str, float]:
         """Return numbers about the calls of the episode."""
-        names = ("forked_calls", "rewritten_calls", "new_lines", "unsaid_thoughts")
+        names = ("forked_calls", "rewritten_calls", "new_lines", "unsaid_thoughts", "ignored_parameters")
         return {
             **{name: float(self.counts[name]) for name in names},
             "unread_calls": float(len(self.undelivered)),
