@@ -49,7 +49,15 @@ def python_with(packages: Sequence[str] = ()) -> Path:
     folder = cache / "agentrl" / f"clients-{digest}"
     if not (folder / "complete").is_file():
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        command = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
+        command = [
+            str(folder / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *wanted,
+        ]
         subprocess.run(command, check=True)
         (folder / "complete").touch()
     return folder / "bin" / "python"

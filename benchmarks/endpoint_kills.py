@@ -77,7 +77,7 @@ def kill_clients(mode: str, num_kills: int, rng: random.Random) -> dict[str, Any
     """Return what came of kills of programs."""
     engine = MessageEngine(lambda name, prompt: text(f"{len(prompt)} " + "a" * (len(prompt) % 400)), seconds=0.2)
     player = agent_player(agent(NUM_TASKS, turns=5))
-    rollout = {"mode": mode, "num_groups": 2, "group_size": 2, "max_live_episodes": 6}
+    rollout: dict[str, Any] = {"mode": mode, "num_groups": 2, "group_size": 2, "max_live_episodes": 6}
     groups = []
     with open_pool(player, engine, num_tasks=player.config.describe().num_tasks.train or 0, **rollout) as (
         runner,

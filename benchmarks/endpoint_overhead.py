@@ -1,12 +1,12 @@
 """Cost of the endpoint: a call through openai's client above the engine's own time, and throughput against an environment.
 
-    python -m benchmarks.endpoint_overhead [--sessions 64] [--turns 8] [--engine-seconds 0.5]
+    python -m benchmarks.endpoint_overhead [--sessions 64] [--turns 8] [--engine-seconds 2]
 
 The sessions play the same dialogue at the same time, with an engine whose completions take a fixed time. The client is a
-service in a process of its own, which begins its sessions one after the other, over the time of a completion. `above_engine_ms` is
-the median of a call less that of the engine's completion, `client_ms` the same with a server that answers out of nothing:
-what openai's client takes itself. `cpu_ms` is processor time of the pool's process for a call, and `env_cpu_ms` that of an
-environment's step. `throughput` is turns a second over those of the same dialogue as an environment.
+service in a process of its own, which begins its sessions one after the other, over the time of a completion.
+`above_engine_ms` is the median of a call less that of the engine's completion, `client_ms` the same with a server that
+answers out of nothing, to one session: what openai's client takes itself. `cpu_ms` is processor time of the pool's process
+for a call, `env_cpu_ms` for a step of an environment. `throughput` is turns a second over those of the environment.
 """
 
 import argparse
@@ -32,8 +32,8 @@ from starlette.routing import Route
 from agentrl.env.message_env import MessageEnv
 from agentrl.rollout import EnvPlayer, Player
 from agentrl.rollout.tasks import EnvTask
-from agentrl.types import Completion, Message, Sampling
-from benchmarks.endpoint_pools import MessageEngine, agent_player, open_pool, text
+from agentrl.types import Completion, FinishReason, Message, Sampling
+from benchmarks.endpoint_pools import RENDERER, MessageEngine, agent_player, open_pool, text
 from tests.support.ports import free_port
 
 ANSWER = "It is what it is, and that is all there is to it. " * 4
@@ -41,18 +41,22 @@ REPLY = {"role": "user", "content": "Say more about that, in other words than be
 
 
 class TimedEngine(MessageEngine):
-    """Says one answer, and keeps how long each completion took."""
+    """Says one answer at once after some time, and keeps how long that took."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(lambda _name, _prompt: text(ANSWER), seconds=seconds)
+        super().__init__(lambda _name, _prompt: text(ANSWER))
         self.durations: list[float] = []
+        self._seconds, ids = seconds, RENDERER.encode(text(ANSWER))
+        num = len(ids)
+        self._completion = Completion(
+            token_ids=ids, logprobs=(-1.0,) * num, versions=(0,) * num, finish_reason=FinishReason.STOP
+        )
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         begin = time.perf_counter()
-        try:
-            return await super().generate(prompt_ids, sampling, request_id)
-        finally:
-            self.durations.append(time.perf_counter() - begin)
+        await asyncio.sleep(self._seconds)
+        self.durations.append(time.perf_counter() - begin)
+        return self._completion
 
 
 class Dialogue(MessageEnv):
@@ -128,9 +132,9 @@ def running_service() -> Iterator[str]:
         process.wait()
 
 
-def play(player: Player, *, sessions: int, turns: int, seconds: float) -> dict[str, float]:
+def play(player: Player, *, sessions: int, turns: int, engine_seconds: float) -> dict[str, float]:
     """Return how long it took."""
-    engine = TimedEngine(seconds)
+    engine = TimedEngine(engine_seconds)
     with open_pool(player, engine, max_live_episodes=sessions, num_groups=1, group_size=sessions) as (runner, pool):
         wall, cpu = time.perf_counter(), time.process_time()
         (group,) = runner.run(pool.play({"overhead/0": EnvTask(seed=0, index=0)}, group_size=sessions))
@@ -142,16 +146,20 @@ def play(player: Player, *, sessions: int, turns: int, seconds: float) -> dict[s
 
 def figures(*, sessions: int, turns: int, engine_seconds: float) -> dict[str, Any]:
     """Return the figures."""
-    size = {"sessions": sessions, "turns": turns, "seconds": engine_seconds}
     task = {"turns": turns, "stagger_s": engine_seconds}
     with running_service() as url:
-        body = {"task": {"turns": 40, "stagger_s": 0}, "base_url": f"{url}/v1", "api_key": "key"}
-        httpx2.post(f"{url}/play", json=body, timeout=60)
-        alone = statistics.median(httpx2.post(f"{url}/latencies").json()) - 0.05
+        body = {"task": {"turns": 20, "stagger_s": 0}, "base_url": f"{url}/v1", "api_key": "key"}
+        httpx2.post(f"{url}/play", json=body, timeout=600)
+        alone = statistics.median(httpx2.post(f"{url}/latencies", timeout=600).json()) - 0.05
         agent = {"url": f"{url}/play", "tasks": {"tasks": [task], "eval_share": 0}}
-        played = play(agent_player(agent), **size)
-        call = statistics.median(httpx2.post(f"{url}/latencies").json())
-    in_env = play(EnvPlayer(lambda: Dialogue(turns=turns, stagger_s=engine_seconds)), **size)
+        played = play(agent_player(agent), sessions=sessions, turns=turns, engine_seconds=engine_seconds)
+        call = statistics.median(httpx2.post(f"{url}/latencies", timeout=600).json())
+    in_env = play(
+        EnvPlayer(lambda: Dialogue(turns=turns, stagger_s=engine_seconds)),
+        sessions=sessions,
+        turns=turns,
+        engine_seconds=engine_seconds,
+    )
     return {
         "sessions": sessions,
         "engine_ms": 1000 * engine_seconds,
@@ -168,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--engine-seconds", type=float, default=0.5)
+    parser.add_argument("--engine-seconds", type=float, default=2.0)
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:

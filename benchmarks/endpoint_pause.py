@@ -3,9 +3,10 @@
     python -m benchmarks.endpoint_pause [--pause 120] [--read-timeout 2]
 
 Episodes of two calls are played by openai's client with a short read timeout, in mode `partial`. Those of every second group
-are in the middle of an action when the first `collect` returns; then the pool's loop stands still for the pause, and new weights
-are loaded. `samples_a_call` counts actions begun for each call of a client, `retries` and `errors` those of the client,
-`spanning` the actions with tokens of both versions. `silent` is the same without signs of life, in a pause of four timeouts.
+are in the middle of an action when the first `collect` returns; then the pool's loop stands still for the pause, and new
+weights are loaded. `samples_a_call` counts actions begun for each call of a client, `retries` and `errors` those of the
+client, `spanning` the actions with tokens of both versions. `silent` is the same without signs of life, in a pause of four
+timeouts.
 """
 
 import argparse
@@ -58,7 +59,12 @@ def figures(*, pause_s: float, read_timeout_s: float, heartbeat_s: float) -> dic
         "tasks": {"tasks": [{"question": "?", "read_timeout_s": read_timeout_s}], "eval_share": 0},
         "heartbeat_s": heartbeat_s,
     }
-    rollout = {"mode": "partial", "num_groups": 1, "group_size": GROUP_SIZE, "max_turn_tokens": 2 * LONG}
+    rollout: dict[str, Any] = {
+        "mode": "partial",
+        "num_groups": 1,
+        "group_size": GROUP_SIZE,
+        "max_turn_tokens": 2 * LONG,
+    }
     groups = []
     with open_pool(agent_player(agent), engine, **rollout) as (runner, pool):
         for step in range(NUM_STEPS):
