@@ -220,6 +220,8 @@ class ClientRun:
         except RaisedError as error:
             raised = error.raised
             kind = f"{type(raised).__name__}: {raised.kind}" if isinstance(raised, AgentError) else error.fault.kind
+            if self._answering:  # its next run gets the answers that it did not wait for
+                await asyncio.wait(self._answering)
             return Crash(words=f"agent {self._program.name}: {error.line}", fault=replace(error.fault, kind=kind))
         except TimeoutError:
             return await self._given_up(work)
