@@ -1,4 +1,4 @@
-"""`agentrl serve`, a server for rollouts; `agentrl up`, servers and trainers of a recipe together, or a batch file for Slurm."""
+"""`agentrl serve`, a server for rollouts, and `agentrl up`, servers and trainers together or a batch file for Slurm."""
 
 import argparse
 import math
