@@ -20,7 +20,7 @@ from agentrl.policy.config import LoraSettings
 from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.lora import add_lora
 from agentrl.recipe.config import Recipe, load_recipe
-from agentrl.run.fit import changed, cheapest_fit, remedies
+from agentrl.run.doctor import changed, cheapest_fit, remedies
 from agentrl.run.memory import GB, count_kept, count_weights, model_sizes, plan_memory
 from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.each import each

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import yaml
 
-from agentrl.cli import main, up
-from agentrl.cli.up import Member, batch_file, watch
+from agentrl.cli import main, serve
+from agentrl.cli.serve import Member, batch_file, watch
 from agentrl.engine.vllm.common import is_installed
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.recipe.config import DeploymentConfig
@@ -34,8 +34,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         streams = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
         return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
-    monkeypatch.setattr(up, "start", start)
-    monkeypatch.setattr(up, "_POLL_S", 0.05)
+    monkeypatch.setattr(serve, "start", start)
+    monkeypatch.setattr(serve, "_POLL_S", 0.05)
 
 
 SERVING = "import sys; print('serving at x', flush=True); sys.stdin.read()"
@@ -169,8 +169,13 @@ def test_servers_and_trainers_survive_kills_of_each_kind(tmp_path: Path) -> None
         until(partial(has_step, run, 3), process)
         for kill, (kind, index) in enumerate([("serve", 0), ("train", 0), ("serve", 1)]):
             step = len(rows(run))
-            [each for each in family(process) if kind in each.cmdline()][index].kill()
-            until(partial(has_step, run, step + 20), process)
+            found = [each for each in family(process) if kind in each.cmdline()]
+            next(
+                each
+                for each in found
+                if kind == "train" or each.cmdline()[each.cmdline().index("--server") + 1] == str(index)
+            ).kill()
+            until(partial(has_step, run, step + 3), process)
             if kind == "serve":  # it is back, and filled by a weight sync
                 until(partial(counts, logs[index], "serving at", 2), process)
                 until(partial(is_said, process, "is back, with the weights", kill // 2 + 1), process)

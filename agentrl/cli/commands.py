@@ -13,7 +13,6 @@ FAMILIES = (
     "plan",
     "chat",
     "serve",
-    "up",
     "show",
     "report",
     "compare",

@@ -160,7 +160,7 @@ def _fitted(
     Raises:
         ConfigError: if nothing fits, or the model's configuration cannot be read.
     """
-    from agentrl.run.fit import changed, cheapest_fit
+    from agentrl.run.doctor import changed, cheapest_fit
     from agentrl.run.memory import GB
 
     if model is not None and model.num_weights is None:

@@ -87,7 +87,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
 
 def _remedies(recipe: "Recipe", *, gpus: int, memory: int, sizes: "Sizes") -> str:
     """Return what makes a recipe smaller, and the cheapest changes with which it fits."""
-    from agentrl.run.fit import as_options, cheapest_fit, remedies
+    from agentrl.run.doctor import as_options, cheapest_fit, remedies
     from agentrl.run.memory import GB
 
     found = sorted(remedies(recipe, gpus=gpus, memory=memory, sizes=sizes), key=lambda one: one[1])

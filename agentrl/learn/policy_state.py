@@ -10,7 +10,8 @@ import torch
 from accelerate import Accelerator
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
 
 from agentrl.data.files import read_json, write_whole
 from agentrl.distributed.checkpoints import RandomState
@@ -19,7 +20,6 @@ from agentrl.distributed.sharding import load_full, load_shards, save_full, save
 from agentrl.errors import ConfigError
 from agentrl.learn.calibration import Calibration
 from agentrl.learn.config import OptimizerName, TrainConfig, make_optimizer, make_schedule
-from agentrl.learn.offload import HostMemory
 from agentrl.policy.lora import (
     base_weights,
     check_adapter,
@@ -37,6 +37,58 @@ from agentrl.policy.sharded_checkpoint import materialize
 _WEIGHTS = "model.safetensors"
 _SHARDS = "shards"
 _OPTIMIZER = "optimizer.pt"
+
+
+class HostMemory:
+    """The place of tensors that are away from their device, pinned if that is a GPU.
+
+    A tensor that is away stays what it is, for optimizers, shards and tied weights too: its storage alone has no bytes, as
+    FSDP frees it. What comes back is the same to the last bit.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._copies: dict[int, tuple[UntypedStorage, Tensor]] = {}
+        """Each storage that was away, by its address, and its bytes on the host."""
+
+    def move_out(self, tensors: Iterable[Tensor]) -> None:
+        """Move tensors to the host; those that are away stay there."""
+        for storage in _storages(tensors):
+            if not storage.nbytes():
+                continue
+            if storage._cdata not in self._copies:
+                kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
+                self._copies[storage._cdata] = storage, kept
+            self._copies[storage._cdata][1].copy_(_bytes(storage), non_blocking=True)
+            storage.resize_(0)
+
+    def move_in(self, tensors: Iterable[Tensor]) -> None:
+        """Move tensors that are away back to their device."""
+        for storage in _storages(tensors):
+            if storage.nbytes() or storage._cdata not in self._copies:
+                continue
+            _, kept = self._copies[storage._cdata]
+            storage.resize_(kept.nbytes)
+            _bytes(storage).copy_(kept, non_blocking=True)
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the host with the bytes of one that is away; of another, itself."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() or storage._cdata not in self._copies:
+            return tensor
+        if storage.is_cuda:
+            torch.cuda.synchronize(tensor.device)  # the copy may be under way
+        _, kept = self._copies[storage._cdata]
+        return kept.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+    for tensor in tensors:
+        yield (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _SavedState(BaseModel):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.learn.learner import Learner
-from agentrl.learn.offload import HostMemory
+from agentrl.learn.policy_state import HostMemory
 from agentrl.policy.config import LoraSettings
 from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import make_local_model
