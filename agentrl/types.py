@@ -240,7 +240,10 @@ class StopReason(StrEnum):
     UNSCORED = "unscored"
     """The environment ended it with the reward None: nothing could score it."""
     ENV_ERROR = "env_error"
+    """The environment broke off, or the program that played in its place."""
     ENGINE_ERROR = "engine_error"
+    AGENT_ERROR = "agent_error"
+    """A program that calls the policy ended in the same error twice, on the same answers: a result of what they said."""
 
     @property
     def failed(self) -> bool:

@@ -59,6 +59,8 @@ def misspelt(name: str) -> str:
 
 def test_the_tree_has_the_sections_of_a_run() -> None:
     top = [
+        "agent",
+        "agent.tasks",
         "env",
         "evaluation",
         "loss",

@@ -176,9 +176,9 @@ def name_of(target: Target, recipe: "Recipe") -> str:
     """
     if isinstance(target, str | os.PathLike):
         with suppress(ConfigError):  # only whole with what is laid over it
-            if load(target)[0].env.id == recipe.env.id:
+            if load(target)[0].player_id == recipe.player_id:
                 return Path(target).stem
-    name = recipe.env.id.rpartition(":")[2].rpartition("<locals>.")[2]
+    name = recipe.player_id.rpartition(":")[2].rpartition("<locals>.")[2]
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
 
 

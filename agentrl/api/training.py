@@ -363,7 +363,7 @@ def _run(
 
 
 def _plan_table(recipe: Recipe) -> Table:
-    table = Table(title=f"{recipe.env.id}, seed {recipe.seed}", title_justify="left", show_header=False, box=None)
+    table = Table(title=f"{recipe.player_id}, seed {recipe.seed}", title_justify="left", show_header=False, box=None)
     for name, value in plan(recipe).items():
         table.add_row(name, value)
     return table

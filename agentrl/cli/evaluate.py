@@ -92,7 +92,7 @@ def _short(options: argparse.Namespace) -> list[str]:
 def _env_ids(config: Any, found: "Mapping[str, Evaluation]") -> dict[str, str]:
     """Return the environment of each evaluation, by the prefix of its metrics."""
     envs = {f"eval/{name}/" if name else "eval/": env.id for name, env in config.evaluation.env.items()}
-    return {prefix: envs.get(prefix, config.env.id) for prefix in found}
+    return {prefix: envs.get(prefix, config.player_id) for prefix in found}
 
 
 def _of_weights(
@@ -107,7 +107,7 @@ def _of_weights(
 
     dialogues = options.dialogues
     if dialogues is None and run_dir is None:
-        dialogues = new_dialogue_file(str(recipe.env.id), options.target.stem if target else options.model)
+        dialogues = new_dialogue_file(str(recipe.player_id), options.target.stem if target else options.model)
     with announced_by(lambda words: console.print(f"{words} ...")):
         found, path = evaluated(recipe, run_dir, console=console, dialogues=dialogues)
     return found, _env_ids(recipe, found), None if path is None else Path(shown(path))

@@ -1,9 +1,10 @@
 """Data that passes between a dialect, which reads and writes JSON, and whoever samples the answer of a call."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from agentrl.errors import AgentRLError
 from agentrl.types import Message
@@ -84,6 +85,40 @@ class Said:
     """Sampled tokens, if they were asked for."""
     created: int = 0
     """Unix time in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Report of a program about its episode: a reward, or the key of the state that the policy is in from now on."""
+
+    reward: float | None = None
+    call: str | None = None
+    """Id of the answer that earned the reward. None: the newest."""
+    state: str | None = None
+
+    @classmethod
+    def of_reward(cls, reward: object, call: object = None) -> Self:
+        """Return the report of a reward.
+
+        Raises:
+            RefusedError: for what is no finite number, or an id that is no text.
+        """
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise RefusedError(RefusalKind.INVALID, f"reward: give a finite number, got {reward!r}", param="reward")
+        if not isinstance(call, str | None):
+            raise RefusedError(RefusalKind.INVALID, f"call: give the id of an answer, got {call!r}", param="call")
+        return cls(reward=float(reward), call=call)
+
+    @classmethod
+    def of_state(cls, state: object) -> Self:
+        """Return the report of a state.
+
+        Raises:
+            RefusedError: for what is no text.
+        """
+        if not isinstance(state, str):
+            raise RefusedError(RefusalKind.INVALID, f"state: give a text, got {state!r}", param="state")
+        return cls(state=state)
 
 
 class RefusalKind(StrEnum):

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.endpoint import chat, messages, responses
-from agentrl.endpoint.call import Asked, RefusalKind, RefusedError, Said
+from agentrl.endpoint.call import Asked, RefusalKind, RefusedError, Report, Said
 from agentrl.endpoint.canonical import prompt_of, request_digest
 from agentrl.endpoint.heartbeat import EVENTS, JSON, Reply, deliver
 from agentrl.endpoint.reading import Dialect
@@ -34,6 +34,9 @@ Answer = Callable[[Asked], Awaitable[Said]]
 """Samples one completion. It is awaited in the endpoint's loop, `asked.n` times for a request, and raises `RefusedError`."""
 Count = Callable[[Asked], Awaitable[int]]
 """Counts the tokens of a prompt. It is awaited in the endpoint's loop, and raises `RefusedError`."""
+
+TakeReport = Callable[[Report], None]
+"""Takes a reward or a state that a program reports. It is called in the endpoint's loop, and raises `RefusedError`."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ class _Live:
 
     answer: Answer
     count: Count | None
+    report: TakeReport | None
     requests: Requests = field(default_factory=Requests)
     work: "dict[Request, asyncio.Task[list[Said]]]" = field(default_factory=dict)
     """Task that samples each request."""
@@ -160,15 +164,16 @@ class Endpoint:
         self._thread.join()
         self._socket.close()
 
-    def open_session(self, answer: Answer, *, count: Count | None = None) -> Session:
+    def open_session(self, answer: Answer, *, count: Count | None = None, report: TakeReport | None = None) -> Session:
         """Open a session with a token of its own.
 
         Args:
             answer: samples its completions.
             count: counts tokens. None: clients that want to count are refused.
+            report: takes rewards and states. None: clients that report any are refused.
         """
         token = secrets.token_urlsafe(32)
-        self._sessions[token] = _Live(answer=answer, count=count)
+        self._sessions[token] = _Live(answer=answer, count=count, report=report)
         return Session(base_url=f"{self._url}/s/{token}/v1", api_key=token)
 
     def close_session(self, session: Session) -> list[int]:
@@ -194,6 +199,8 @@ class Endpoint:
         routes = [self._route(path, dialect, self._complete) for path, dialect in dialects.items()]
         routes += [self._route("/messages/count_tokens", messages, self._count)]
         routes += [
+            self._route("/agentrl/reward", None, self._report),
+            self._route("/agentrl/state", None, self._report),
             self._route("/models", None, self._list, "GET"),
             self._route("/models/{model:path}", None, self._list, "GET"),
         ]
@@ -275,6 +282,22 @@ class Endpoint:
         if live.count is None:
             raise RefusedError(RefusalKind.NOT_FOUND, "tokens are not counted here")
         return _response(_json({"input_tokens": await live.count(asked)}))
+
+    async def _report(self, dialect: Dialect, live: _Live, request: HTTPRequest) -> ASGIApp:  # noqa: ARG002 - as others
+        body = await self._body(request)
+        try:
+            given = json.loads(body)
+        except ValueError:
+            given = None
+        kind = request.url.path.rpartition("/")[2]
+        if live.report is None or not isinstance(given, dict) or not given.keys() <= {kind, "call"}:
+            words = 'a body is {"reward": 1.0}, {"reward": 1.0, "call": ID} or {"state": KEY}'
+            raise RefusedError(RefusalKind.INVALID, words)
+        if kind == "reward":
+            live.report(Report.of_reward(given.get("reward"), given.get("call")))
+        else:
+            live.report(Report.of_state(given.get("state")))
+        return _response(_json({}))
 
     async def _list(self, dialect: Dialect, live: _Live, request: HTTPRequest) -> ASGIApp:  # noqa: ARG002 - as others
         name: str | None = request.path_params.get("model")

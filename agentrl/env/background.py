@@ -33,6 +33,9 @@ class _Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(
+            concurrent.futures.ThreadPoolExecutor(thread_name_prefix="agentrl-tools-helper")
+        )
         self._has_ended = False
         self._waiting: set[concurrent.futures.Future[Any]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -146,6 +149,33 @@ def _begin_again() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_again)
+
+
+class BackgroundWork:
+    """A coroutine that runs on the background loop, for whoever waits without a thread."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Start it."""
+
+        async def guarded() -> Any:
+            try:
+                return await coroutine
+            except (SystemExit, KeyboardInterrupt) as stop:  # it would end the loop of all others
+                raise RuntimeError(f"{type(stop).__name__}: {stop}") from stop
+
+        self._loop, self.future = _shared.submit(guarded())
+
+    def give_up(self) -> None:
+        """Cancel it, and leave it behind if it does not give way. Looks whether it blocks the loop, which takes seconds.
+
+        Raises:
+            BlockedLoopError: if a coroutine blocks the loop that all share.
+            EnvironmentFailure: when too many loops are blocked.
+        """
+        self.future.cancel()
+        if self._loop.is_abandoned or self._loop.is_blocked():
+            _shared.abandon(self._loop)
+            raise BlockedLoopError("a coroutine blocks the event loop that all of them share")
 
 
 def run_in_background(coroutine: Coroutine[Any, Any, Any], *, timeout_s: float) -> Any:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from agentrl.credit import Credit
 from agentrl.distributed.processes import is_main, to_rank_zero
-from agentrl.rollout.evaluation import component_means, reported_means
+from agentrl.rollout.evaluation import component_means, reported_means, stop_shares
 from agentrl.rollout.limits import num_open_files
-from agentrl.types import FinishReason, StopReason, Trajectory, TrajectoryGroup, valid_trajectories
+from agentrl.types import FinishReason, Trajectory, TrajectoryGroup, valid_trajectories
 
 Array = npt.NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)
@@ -442,7 +442,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
         metrics["episode/stage"] = _mean([t.stage for t in everyone])
     metrics = {f"episode/{name}": value for name, value in reported_means(trajectories).items()} | metrics
     metrics = {f"reward/{name}": value for name, value in component_means(trajectories).items()} | metrics
-    return metrics | {f"stop/{reason}": _mean([t.stop_reason is reason for t in everyone]) for reason in StopReason}
+    return metrics | stop_shares(everyone)
 
 
 def process_metrics() -> dict[str, float]:

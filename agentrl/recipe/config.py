@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
+from agentrl.agent.config import AgentConfig
 from agentrl.chat import AutoConfig, RendererConfig
 from agentrl.credit import CreditScheme, load_credit, load_fallback
 from agentrl.data.files import MAX_DEPTH, nests_deeper, parse_yaml
@@ -53,6 +54,8 @@ class Recipe(BaseModel):
     run_dir: Annotated[Path | None, MayChange()] = None
     """Folder of the run. None: `runs/<recipe>-<date>`; after the environment, if it is not the recipe's."""
     env: EnvConfig = EnvConfig()
+    agent: AgentConfig | None = None
+    """A program that plays, in place of an environment. None: `env` plays."""
     chat: SerializeAsAny[RendererConfig] = AutoConfig()
     model: ModelConfig = ModelConfig()
     warmup: WarmupConfig = WarmupConfig()
@@ -81,6 +84,8 @@ class Recipe(BaseModel):
             data["credit"] = {**(own if credit.get("scheme", own["scheme"]) == own["scheme"] else {}), **credit}
         if isinstance(train := data.get("train", {}), Mapping):
             data["train"] = {**chosen.train, **train}
+        if data.get("agent") is not None:
+            _fill_in_agent(data)
         _fill_in_pretrained(data)
         resolved = chosen.loss | fields
         if resolved["aggregation"] == "constant" and resolved.get("constant_length") is None:
@@ -124,6 +129,10 @@ class Recipe(BaseModel):
                 "rollout.curriculum: judges tasks by their numbers, and env.schedule gives a number another task; use one of "
                 "the two"
             )
+        if self.agent is not None and getattr(self.engine, "lockstep", None):
+            raise ValueError(
+                "engine.lockstep: waits until every episode has asked, and a program asks when it likes; remove it"
+            )
         scheme = load_credit(self.credit, elsewhere=_FIELDS)
         if rollout.group_size == 1:
             alone = "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or"
@@ -145,6 +154,24 @@ class Recipe(BaseModel):
                 "(rollout.num_groups * rollout.group_size); lower it"
             )
         return self
+
+    @property
+    def player_id(self) -> str:
+        """Name of the environment, or of the program that plays in place of one."""
+        return self.env.id if self.agent is None else self.agent.name
+
+
+def _fill_in_agent(data: dict[str, Any]) -> None:
+    """Refuse an environment beside a program, and give `warmup` what a program needs, where the recipe leaves it open."""
+    if data.get("env") not in (None, {}, EnvConfig(), EnvConfig().model_dump(mode="json")):
+        raise ConfigError("agent: it plays in place of env; remove one of them")
+    if isinstance(given := data.get("warmup", {}), Mapping):
+        if given.get("steps") and given.get("dialogues") is None:
+            raise ConfigError(
+                "warmup.steps: a program has no oracle() that could be shown; set warmup.dialogues, or steps to 0"
+            )
+        if given.get("dialogues") is None:
+            data["warmup"] = {**given, "steps": 0}
 
 
 def named_sections(given: Mapping[str, Any]) -> dict[str, Any]:

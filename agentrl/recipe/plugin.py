@@ -154,7 +154,10 @@ def explain(error: ValidationError, model: type[BaseModel], *path: str, elsewher
         path: the section of the recipe that it is.
         elsewhere: fields of all sections, one of which may have been meant.
     """
+    misspelt = {entry["loc"][:-1] for entry in error.errors() if entry["type"] == "extra_forbidden"}
     for entry in error.errors():
+        if entry["type"] == "missing" and entry["loc"][:-1] in misspelt:
+            continue  # it may be the misspelt one
         where = ".".join(map(str, (*path, *entry["loc"])))
         if entry["type"] == "extra_forbidden":
             section: type[BaseModel] | None = model

@@ -70,6 +70,64 @@ class ModelSection(TypedDict, total=False):
     lora: LoraSettingsSection | Mapping[str, Any] | BaseModel | None
     r"""Train low-rank adapters in place of the weights. None: train the weights. An empty section: adapters of default size."""
 
+class TableOptionsSection(TypedDict, total=False):
+    """Table of tasks, and which of them are held out."""
+
+    tasks: Any
+    r"""A file (.jsonl, .json, .csv, .tsv, .parquet), relative to the working directory; a folder or name of a Hugging Face data set; or a list of dicts."""
+    prompt: str | None
+    r"""Column of the prompt: text, or a list of messages. None: `opening` of a subclass says it."""
+    answer: str | None
+    r"""Column of the right answer. None: there is none."""
+    demonstration: str | None
+    r"""Column of what the `oracle` says, from which a policy may be warmed up. None: the answer, as where a held-out task has none."""
+    split: str | None
+    r"""Column that says `train` or `eval` (`test`, `validation`, `valid`, `val`, `dev`) of each task. None: see `eval_share`."""
+    eval_tasks: Any
+    r"""Another table, of the held-out tasks."""
+    eval_share: float
+    r"""Share of the tasks that is held out, if nothing else says which: chosen by the hash of each prompt, so that a task stays on its side whatever else is in the table, once its share holds one. 0: none."""
+    subset: str | None
+    r"""Subset of a Hugging Face data set that has several (`main` of `openai/gsm8k`)."""
+
+class AgentSection(TypedDict, total=False):
+    """A program that plays the tasks of a table, and asks the policy for its answers as it would ask any model's API."""
+
+    run: str | None
+    r"""Function `module:function`, called with the row of the task, as a dict, and a session, which has `base_url` and `api_key` for its client. It returns a reward, None if nothing can be said, or a mapping with `reward`, `success` and other numbers. One with `async def` shares an event loop with others; any other has a thread of its own."""
+    command: Sequence[str] | None
+    r"""Program and its arguments in place of a function, run in a folder of its own. `{prompt}` and `{COLUMN}` stand for texts of the task; `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `AGENTRL_TASK` are set."""
+    url: str | None
+    r"""Service in place of a function: `{"task", "base_url", "api_key", "anthropic_url"}` is posted to it, and it answers with what a function returns."""
+    tasks: TableOptionsSection | Mapping[str, Any] | BaseModel
+    r"""Table of the tasks: a file, or the options of a `tasks` environment. Its `prompt` is None unless it is named."""
+    reward: Sequence[Any]
+    r"""Reward functions for the policy's last answer, as in a `tasks` environment. Empty: what the program says counts."""
+    check: Sequence[str]
+    r"""`command`: another command, run in its folder afterwards. Exit status 0 is reward 1 and success, any other 0."""
+    files: str | Path | None
+    r"""`command`: folder whose content each run finds in its own."""
+    variables: Mapping[str, Any]
+    r"""`command`: further environment variables."""
+    timeout_s: float
+    r"""Longest silence of the program, in seconds: no call is under way, and it does not end. Updates do not count."""
+    on_error: Literal["result", "fault"]
+    r"""Consequence of a program that fails. `result`: it is run again on the same answers; the same failure is a result, with reward 0 beside what was paid before (`stop/agent_error`), and another one is a fault. `fault`: each is, and the episode is played again."""
+    thoughts: Literal["unsaid", "as_sent"]
+    r"""Meaning of a thought that a client leaves out of the history. `unsaid`: it was not taken back, since most cannot send it. `as_sent`: it was."""
+    roles: Sequence[str]
+    r"""Names of models that clients may ask for to say which agent speaks; it is recorded with each turn."""
+    provides: Sequence[Literal["turn_rewards", "state_keys"]]
+    r"""Data that the program reports beside its end, which credit schemes may read: `turn_rewards` (`session.reward`), `state_keys` (`session.state`)."""
+    heartbeat_s: float
+    r"""Seconds of waiting after which a client gets a sign of life. Below the read timeout of the client."""
+    host: str
+    r"""Address at which the endpoint listens. Only another one can be reached from elsewhere: see SECURITY.md."""
+    port: int
+    r"""Port of the endpoint. 0: a free one."""
+    public_host: str | None
+    r"""Name by which clients reach the host. None: the host."""
+
 class WarmupSection(TypedDict, total=False):
     """Supervised training before reinforcement learning, on demonstrations of the environment's `oracle()` or on a file."""
 
@@ -392,6 +450,8 @@ class Sections(TypedDict, total=False):
     r"""Every random choice follows from it."""
     run_dir: str | Path | None
     r"""Folder of the run. None: `runs/<recipe>-<date>`; after the environment, if it is not the recipe's."""
+    agent: AgentSection | Mapping[str, Any] | BaseModel | None
+    r"""A program that plays, in place of an environment. None: `env` plays."""
     chat: Any
     warmup: WarmupSection | Mapping[str, Any] | BaseModel
     engine: Any

@@ -178,7 +178,7 @@ class Conversation:
         """Return the dialogue that begins with these messages, or an `End` if the prompt is too long."""
         if (recorded := self._record.first_dialogue(messages, tools)) is not None:
             return recorded
-        if self._cannot_fit(messages):
+        if self.context.cannot_hold(messages):
             return self._no_room(f"more than {self.context.config.max_context_tokens}")
         return Dialogue.begin(messages, tools, self.context.renderer, view=self.context.config.history)
 
@@ -248,7 +248,7 @@ class Conversation:
         number = len(self.turns) + 1
         if number >= self.context.config.max_turns:
             return End(reason=StopReason.MAX_TURNS, truncated=True)
-        if self._cannot_fit(replies):
+        if self.context.cannot_hold(replies):
             return End(reason=StopReason.CONTEXT_OVERFLOW, truncated=True)
         recorded = self._record.next_dialogue(number, dialogue, completion.token_ids, message, replies)
         return recorded or dialogue.after(completion.token_ids, message, replies, self.context.renderer)
@@ -348,13 +348,6 @@ class Conversation:
             message=message,
             extras=outcome.extras,
         )
-
-    def _cannot_fit(self, messages: Sequence[Message]) -> bool:
-        """Return whether no context can hold these messages, whatever their tokens are."""
-        texts = (message.get("content") for message in messages)
-        num_chars = sum(len(text.strip()) for text in texts if isinstance(text, str))  # some templates strip
-        longest = self.context.renderer.max_token_chars
-        return longest is not None and num_chars > longest * self.context.config.max_context_tokens
 
     def _no_room(self, length: str) -> End:
         """Return the end of an episode whose first prompt, of this length, fills the context."""

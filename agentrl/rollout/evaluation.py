@@ -167,9 +167,7 @@ def summarize_evaluation(groups: Iterable[TrajectoryGroup], config: EvaluationCo
         metrics["reward"] = float(np.mean([t.reward for t in trajectories]))
         metrics["turns"] = float(np.mean([len(t.turns) for t in trajectories]))
         metrics["action_tokens"] = float(np.mean([t.num_action_tokens for t in trajectories]))
-        metrics |= {
-            f"stop/{reason}": float(np.mean([t.stop_reason is reason for t in everyone])) for reason in StopReason
-        }
+        metrics |= stop_shares(everyone)
         parts = {f"reward/{name}": value for name, value in component_means(trajectories).items()}
         metrics = reported_means(trajectories) | parts | metrics
         if any("success" in t.metrics for t in trajectories):
@@ -179,6 +177,13 @@ def summarize_evaluation(groups: Iterable[TrajectoryGroup], config: EvaluationCo
                 if rates := [pass_at_k(n, c, k) for n, c in right if n >= k]:
                     metrics[f"pass@{k}"] = float(np.mean(rates))
     return Evaluation(metrics=metrics, groups=groups, panel=tuple(map(_hash_of_task, groups)))
+
+
+def stop_shares(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the share of episodes that ended for each reason, as `stop/REASON`; of programs' reasons, if programs played."""
+    has_programs = any(turn.call for t in trajectories for turn in t.turns[:1])
+    reasons = [reason for reason in StopReason if has_programs or reason is not StopReason.AGENT_ERROR]
+    return {f"stop/{reason}": float(np.mean([t.stop_reason is reason for t in trajectories])) for reason in reasons}
 
 
 def _hash_of_task(group: TrajectoryGroup) -> str | None:

@@ -56,6 +56,14 @@ class Interrupted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Late:
+    """Fields of a turn that were known only after it: a program may say at its end what its calls earned."""
+
+    reward: float
+    next_state_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """An episode ended."""
 
@@ -66,6 +74,8 @@ class Ended:
     """Number of its turns that have events of their own."""
     shared: int = 0
     """Tokens left out of the first turn's context, as in `Played`."""
+    late: tuple[Late, ...] = ()
+    """Fields of each of the `played` turns. Empty: as their events have them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

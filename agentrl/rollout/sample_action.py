@@ -1,5 +1,6 @@
 """One action of the policy, sampled in a given context: whoever plays the episode, and whatever pauses the engine meanwhile."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -8,7 +9,7 @@ from agentrl.engine import Sampler
 from agentrl.errors import EngineError
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.faults import EngineClock
-from agentrl.types import Completion, FinishReason, Sampling
+from agentrl.types import Completion, FinishReason, Message, Sampling
 
 S_co = TypeVar("S_co", bound=Sampler, covariant=True)
 
@@ -25,6 +26,15 @@ class EpisodeContext(Generic[S_co]):
     """Limits and deadlines."""
     clock: EngineClock = field(default_factory=EngineClock)
     """Engine deadlines; stopped while the engine is paused."""
+    decode: Callable[[Sequence[int]], str] = str
+    """Return the text of sampled tokens, marks included: stop strings of a program are looked for in it."""
+
+    def cannot_hold(self, messages: Sequence[Message]) -> bool:
+        """Return whether no context can hold these messages, whatever their tokens are."""
+        texts = (message.get("content") for message in messages)
+        num_chars = sum(len(text.strip()) for text in texts if isinstance(text, str))  # some templates strip
+        longest = self.renderer.max_token_chars
+        return longest is not None and num_chars > longest * self.config.max_context_tokens
 
 
 NOTHING = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORTED)

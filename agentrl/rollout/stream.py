@@ -15,9 +15,20 @@ from pydantic import TypeAdapter
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.conversation import LiveEpisode, Task
-from agentrl.rollout.journal import Dropped, Ended, Event, HandedOut, Interrupted, Journal, Played, Restarted, Started
+from agentrl.rollout.journal import (
+    Dropped,
+    Ended,
+    Event,
+    HandedOut,
+    Interrupted,
+    Journal,
+    Late,
+    Played,
+    Restarted,
+    Started,
+)
 from agentrl.rollout.tasks import Curriculum, CurriculumState, EnvTask, Tasks, derive_seed
-from agentrl.types import StopReason, TaskShard, Trajectory, TrajectoryGroup, lengthen, shorten
+from agentrl.types import StopReason, TaskShard, Trajectory, TrajectoryGroup, Turn, lengthen, shorten
 
 
 def group_name(index: int) -> str:
@@ -48,6 +59,14 @@ def make_group(name: str, trajectories: Iterable[Trajectory]) -> TrajectoryGroup
     """Return a group of trajectories, sorted by their number within it."""
     ordered = sorted(trajectories, key=lambda t: int(t.trajectory_id.rpartition("/")[2]))
     return TrajectoryGroup(group_id=name, trajectories=tuple(ordered))
+
+
+def _late(turn: Turn) -> Late:
+    return Late(reward=turn.reward, next_state_key=turn.next_state_key)
+
+
+def _with_late(turn: Turn, late: Late) -> Turn:
+    return replace(turn, reward=late.reward, next_state_key=late.next_state_key)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,16 +211,20 @@ class TaskStream:
             self._put(trajectory)
 
     def _put(self, trajectory: Trajectory) -> None:
-        played = len(self._playing.pop(trajectory.trajectory_id).turns)
-        has_forks = any(turn.branch_rewards is not None for turn in trajectory.turns)
-        if has_forks or any(turn.parent is not None for turn in trajectory.turns[played:]):
+        recorded = self._playing.pop(trajectory.trajectory_id).turns
+        played = len(recorded)
+        kept = [_with_late(turn, _late(other)) for turn, other in zip(trajectory.turns, recorded, strict=False)]
+        if kept != list(recorded) or any(turn.parent is not None for turn in trajectory.turns[played:]):
             played = 0  # recorded turns lack the rewards of their forks; parents are numbers of the whole
+        late = tuple(map(_late, trajectory.turns[:played]))
+        if late == tuple(map(_late, recorded)):
+            late = ()
         if not trajectory.failed:
             rest, shared = trajectory.turns[played:], 0
             if rest:
                 first, shared = shorten(rest[0], trajectory.turns[:played])
                 rest = (first, *rest[1:])
-            self._write(Ended(trajectory=replace(trajectory, turns=rest), played=played, shared=shared))
+            self._write(Ended(trajectory=replace(trajectory, turns=rest), played=played, shared=shared, late=late))
         group = self._groups[trajectory.group_id]
         group.done.append(trajectory)
         if self._is_complete(group):
@@ -414,7 +437,7 @@ class TaskStream:
                 before = self._waiting(task.trajectory_id)
                 after = before if before.task.attempt == task.attempt else LiveEpisode(task=task)
                 self._replace(before, replace(after, observation=observation, partials=partials))
-            case Ended(trajectory=rest, played=num_played, shared=shared):
+            case Ended(trajectory=rest, played=num_played, shared=shared, late=late):
                 group = self._groups[rest.group_id]
                 if any(t.trajectory_id == rest.trajectory_id for t in group.done):
                     return  # a failed one that the checkpoint has already
@@ -422,6 +445,9 @@ class TaskStream:
                 group.waiting.remove(episode)
                 played = episode.turns[:num_played]
                 first = tuple(lengthen(turn, played, shared) for turn in rest.turns[:1])
+                played = (
+                    tuple(_with_late(turn, its) for turn, its in zip(played, late, strict=True)) if late else played
+                )
                 group.done.append(replace(rest, turns=(*played, *first, *rest.turns[1:])))
             case Dropped(group=name, counts=counts):
                 self._note_visits([make_group(name, self._groups.pop(name).done)])

@@ -31,12 +31,13 @@ from agentrl.report.log import FaultLog
 from agentrl.report.records import pieces_of
 from agentrl.report.terminal import announce
 from agentrl.report.trackers import check_trackers
-from agentrl.rollout import Journal, RolloutPool, check_limits, try_environment
+from agentrl.rollout import EnvPlayer, Journal, RolloutPool, Tasks, check_limits, try_environment
 from agentrl.run.parts import (
     EnvPart,
     EvaluationEnv,
     ModelPart,
     build_accelerator,
+    build_agent,
     build_engine,
     build_env,
     build_evaluation_envs,
@@ -88,6 +89,13 @@ class Parts:
     weight_sync: WeightSync
     """Syncs the weights to the engine."""
 
+    @property
+    def env_players(self) -> list[tuple[EnvPlayer, Tasks]]:
+        """Environments that are played in, with their tasks: that of training first, if no program plays."""
+        others = self.evaluation_envs if self.recipe.evaluation.env else ()
+        players = [(self.env.player, self.env.tasks), *((other.player, other.tasks) for other in others)]
+        return [(player, tasks) for player, tasks in players if isinstance(player, EnvPlayer)]
+
 
 @contextmanager
 def build(
@@ -118,7 +126,7 @@ def _build(
     set_seed(recipe.seed)
     runner = stack.enter_context(asyncio.Runner())
     limits = check_limits(recipe.rollout.live_episodes(shard.num_groups))
-    env, others = _build_envs(recipe, runner, stack)
+    env, others = _build_envs(recipe, runner, stack, on_warning=on_warning)
     credit, lack = _load_credit(recipe, env)
     check_attention(recipe.model.attention, accelerator.device, is_half=recipe.train.precision == "bfloat16")
     renderer: Renderer | None = None
@@ -136,6 +144,7 @@ def _build(
         engine=engine,
         renderer=renderer,
         shard=shard,
+        tokenizer=loaded.tokenizer,
         fork=reads_branches(credit),
         journal=_journal(recipe, accelerator.device),
         on_fault=on_fault,
@@ -205,10 +214,11 @@ def _check_dialogues(
     renderer = recipe.chat.build(pretrained_tokenizer(name), name=name)
     if env.description.tools or any(other.has_tools for other in others):
         renderer.start([USER], TOOLS)
-    trial = try_environment(
-        make_env=env.make, renderer=renderer, config=rollout, tasks=env.tasks, fork=reads_branches(credit)
-    )
-    runner.run(trial)
+    if env.make is not None:
+        trial = try_environment(
+            make_env=env.make, renderer=renderer, config=rollout, tasks=env.tasks, fork=reads_branches(credit)
+        )
+        runner.run(trial)
     if not is_begun and (recipe.warmup.steps or recipe.loss.reads_demonstrations):
         demonstrate(env, renderer, config=recipe.warmup, rollout=rollout, count=1, runner=runner)
     return renderer
@@ -238,13 +248,23 @@ def _load_credit(recipe: Recipe, env: EnvPart) -> tuple[CreditScheme, str | None
     provided = env.description.needs | provided_by(recipe.signals)
     for need in sorted(recipe.loss.needs() - provided):
         raise ConfigError(f"loss.distill_coefficient: it needs {need}; set {hints()[need]}, or it to 0")
-    return load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.env.id)
+    return load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.player_id)
 
 
-def _build_envs(recipe: Recipe, runner: asyncio.Runner, stack: ExitStack) -> tuple[EnvPart, tuple[EvaluationEnv, ...]]:
+def _build_envs(
+    recipe: Recipe,
+    runner: asyncio.Runner,
+    stack: ExitStack,
+    *,
+    on_warning: Callable[[str], object] = lambda _: None,
+) -> tuple[EnvPart, tuple[EvaluationEnv, ...]]:
     """Build the environment to train in, and those that `evaluation.env` names."""
     seed, timeout_s = recipe.seed, recipe.rollout.env_timeout_s
-    env = build_env(recipe.env, runner=runner, seed=seed, evaluation_seed=recipe.evaluation.seed, timeout_s=timeout_s)
+    held_out = recipe.evaluation.seed
+    if recipe.agent is not None:
+        env = build_agent(recipe.agent, seed=seed, evaluation_seed=held_out, on_warning=on_warning)
+    else:
+        env = build_env(recipe.env, runner=runner, seed=seed, evaluation_seed=held_out, timeout_s=timeout_s)
     others = build_evaluation_envs(recipe.evaluation, runner=runner, stack=stack, seed=seed, timeout_s=timeout_s)
     if not others:
         env.tasks.evaluation(1)  # refused here, if there are none
@@ -312,15 +332,16 @@ def _load_model(
         announce(f"loading {name}")
     else:
         announce("making a model and its tokenizer")
-        # Demonstrations for the tokenizer are about to be played; the context is measured once there is one.
-        trial = try_environment(
-            make_env=env.make,
-            renderer=ChatMLRenderer(bytes_tokenizer()),
-            config=rollout.model_copy(update={"max_context_tokens": 2**31}),
-            tasks=env.tasks,
-            fork=reads_branches(credit),
-        )
-        runner.run(trial)
+        if env.make is not None:
+            # Demonstrations for the tokenizer are about to be played; the context is measured once there is one.
+            trial = try_environment(
+                make_env=env.make,
+                renderer=ChatMLRenderer(bytes_tokenizer()),
+                config=rollout.model_copy(update={"max_context_tokens": 2**31}),
+                tasks=env.tasks,
+                fork=reads_branches(credit),
+            )
+            runner.run(trial)
         if tokenizer_folder is None:
             tokenizer = build_tokenizer(recipe.model, env, warmup=recipe.warmup, rollout=rollout, runner=runner)
         else:
@@ -359,6 +380,7 @@ def _open_engine(
         shard=shard,
         device=device,
         handover=handover,
+        is_exact=recipe.agent is None,
         returns_experts=recipe.loss.routing_replay == "engine",
         lora=recipe.model.lora,
     )
@@ -389,7 +411,7 @@ def _journal(recipe: Recipe, device: torch.device) -> Journal | None:
     if recipe.run_dir is None:
         return None
     folder = RunFolder(recipe.run_dir).journal
-    repeats = recipe.rollout.repeats_exactly(device.type) and recipe.engine.is_deterministic
+    repeats = recipe.agent is None and recipe.rollout.repeats_exactly(device.type) and recipe.engine.is_deterministic
     if repeats and not folder.is_dir():
         return None
     return Journal(folder if is_main() else folder / f"process-{process_index()}")

@@ -22,7 +22,7 @@ def evaluate(parts: Parts) -> dict[str, Evaluation]:
             groups = sampled_by_all(parts.pool, parts.runner, playing)
         finally:
             pool.close()
-        warn_of_move(parts, recipe.evaluation.env.get(env.name, recipe.env).id)
+        warn_of_move(parts, named.id if (named := recipe.evaluation.env.get(env.name)) else recipe.player_id)
         found[env.prefix] = summarize_evaluation(groups, recipe.evaluation)
     return found
 

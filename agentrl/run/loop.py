@@ -85,7 +85,7 @@ def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepRes
         is_replaying = parts.pool.is_replaying
         own_groups = parts.runner.run(parts.pool.collect())
         clock.lap("collect_s")
-        warn_of_move(parts, parts.recipe.env.id)
+        warn_of_move(parts, parts.recipe.player_id)
         update = partial(credit_and_update, parts, own_groups, version=step - 1, is_replaying=is_replaying, clock=clock)
         result = while_sampling(parts.runner, update) if rollout.samples_during_update else update()
         clock.lap()

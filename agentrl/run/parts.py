@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 
+from agentrl.agent.config import AgentConfig
 from agentrl.chat import ChatMLRenderer, Renderer, train_tokenizer
 from agentrl.distributed.processes import from_rank_zero, num_processes, set_deadline
 from agentrl.engine import Engine, EngineConfig, EngineContext
@@ -39,7 +40,8 @@ from agentrl.policy.layout import check_head, choose_layout
 from agentrl.policy.lora import add_lora, find_layers, round_frozen
 from agentrl.policy.model import Policy, check_dropout, load_pretrained, make_local_model
 from agentrl.policy.sharded_checkpoint import load_sharded, small_like
-from agentrl.rollout import EnvPlayer, EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks, describe_env
+from agentrl.rollout import EnvPlayer, EpisodeContext, Journal, Player, RolloutConfig, RolloutPool, Tasks, describe_env
+from agentrl.rollout.agent_episode import AgentPlayer
 from agentrl.rollout.demonstrations import Demonstration, demonstrations, read_dialogues
 from agentrl.rollout.env_driver import MakeEnv
 from agentrl.rollout.evaluation import EvaluationConfig
@@ -52,11 +54,11 @@ _TOKENIZER_EPISODES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvPart:
-    """An environment with its description, and its tasks."""
+    """An environment with its description, and its tasks; or a program in its place."""
 
-    make: MakeEnv
-    """Makes one with `env.options` alone."""
-    player: EnvPlayer
+    make: MakeEnv | None
+    """Makes one with `env.options` alone. None: a program plays."""
+    player: Player
     """Plays episodes in it."""
     description: EnvDescription
     tasks: Tasks
@@ -86,7 +88,7 @@ class EvaluationEnv:
 
     name: str
     """Part of the names of its metrics, `eval/NAME/...`. Empty: the only one, with metrics `eval/...`."""
-    player: EnvPlayer
+    player: Player
     tasks: Tasks
     has_tools: bool
 
@@ -117,6 +119,31 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         mixed_precision="bf16" if config.precision == "bfloat16" else "no",
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.process_timeout_s))],
     )
+
+
+def build_agent(
+    config: AgentConfig,
+    *,
+    seed: int = 0,
+    evaluation_seed: int | None = None,
+    on_warning: Callable[[str], object] = lambda _: None,
+) -> EnvPart:
+    """Return a program that plays in place of an environment, and its tasks; it is not run.
+
+    Args:
+        config: section `agent` of the recipe.
+        seed: of the training tasks.
+        evaluation_seed: of the evaluation tasks. None: follows from `seed`.
+        on_warning: called once for each parameter that a client gives and that is not taken over.
+
+    Raises:
+        UserError: for a program that is none, and for tasks that cannot be played.
+    """
+    description = config.describe()
+    tasks = Tasks(seed=seed, evaluation_seed=evaluation_seed, num=description.num_tasks, hashes=description.task_hashes)
+    tasks.check_train()
+    player = AgentPlayer(config, on_warning=on_warning)
+    return EnvPart(make=None, player=player, description=description, tasks=tasks)
 
 
 def build_env(
@@ -229,6 +256,7 @@ def demonstrate(
     if (path := config.dialogues) is not None:
         reading = partial(read_dialogues, path, renderer, tools=env.description.tools, view=rollout.history)
         return from_rank_zero(lambda: reading(max_tokens=rollout.max_context_tokens))
+    assert env.make is not None, "a recipe with a program has a file of dialogues"
     playing = partial(
         demonstrations, env.make, renderer, count=count, skill=config.skill, config=rollout, tasks=env.tasks
     )
@@ -342,6 +370,7 @@ def build_engine(
     shard: TaskShard,
     device: torch.device,
     handover: Path,
+    is_exact: bool = True,
     returns_experts: bool = False,
     lora: LoraSettings | None = None,
 ) -> Engine:
@@ -355,6 +384,8 @@ def build_engine(
         shard: tasks that this rank samples; if there are none, its engine does not sample.
         device: of the engine.
         handover: folder for weights on their way to another process.
+        is_exact: samples may depend on nothing but seeds, as long as the recipe allows it. False: a program's calls come when
+            they come.
         returns_experts: the engine reports the experts that a mixture chose, which training replays.
         lora: adapters, if these are trained.
 
@@ -376,7 +407,7 @@ def build_engine(
         handover=handover,
         max_context_tokens=rollout.max_context_tokens,
         max_live_episodes=rollout.live_episodes(shard.num_groups),
-        repeats_exactly=rollout.repeats_exactly(device.type),
+        repeats_exactly=is_exact and rollout.repeats_exactly(device.type),
         samples_during_update=rollout.samples_during_update,
         returns_experts=returns_experts,
         adapters=_adapters(model, lora),
@@ -401,6 +432,7 @@ def build_pool(
     engine: Engine,
     renderer: Renderer,
     shard: TaskShard,
+    tokenizer: Any = None,
     fork: bool = False,
     journal: Journal | None = None,
     on_fault: Callable[[Trajectory], object] = lambda _: None,
@@ -413,13 +445,19 @@ def build_pool(
         engine: samples their actions.
         renderer: turns messages into tokens.
         shard: tasks that this rank samples.
+        tokenizer: gives the text of tokens to a program that plays. None: it asks for no stop strings.
         fork: rollouts are forked from the episodes' turns.
         journal: keeps the samples, for a run that is killed.
         on_fault: called with each episode whose environment failed.
     """
     return RolloutPool(
         player=env.player,
-        context=EpisodeContext(engine=engine, renderer=renderer, config=config),
+        context=EpisodeContext(
+            engine=engine,
+            renderer=renderer,
+            config=config,
+            decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
+        ),
         tasks=env.tasks,
         fork=fork,
         shard=shard,

@@ -15,8 +15,9 @@ from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.sources import note_sources
 from agentrl.report.terminal import announce
-from agentrl.rollout import try_environment
+from agentrl.rollout import EnvPlayer, Tasks, try_environment
 from agentrl.rollout.demonstrations import Demonstration, oracle_ends
+from agentrl.rollout.env_driver import MakeEnv
 from agentrl.rollout.reset_checks import measure_overlap, prove_reset
 from agentrl.run.build import Parts, reads_branches
 from agentrl.run.checkpoint import check_hashes, finish_going_back, keep_hashes, resume, save
@@ -149,34 +150,30 @@ def _check_folder(folder: RunFolder, *, is_resumed: bool, on_warning: Callable[[
 def _prepare(parts: Parts) -> Preparation:
     """Try the parts of a new run: its environment, its engine, demonstrations, the environment's own policy."""
     recipe = parts.recipe
-    renderer = parts.pool.context.renderer
-    runner = parts.runner
-    announce("trying the environment")
-    trial = try_environment(
-        make_env=recipe.env.make,
-        renderer=renderer,
-        config=recipe.rollout,
-        tasks=parts.pool.tasks,
-        fork=reads_branches(parts.credit),
-    )
-    runner.run(trial)
-    for place, make_env in enumerate(parts.env.player.stages):
-        tasks = parts.pool.tasks.for_stage(place + 1)
-        trial = try_environment(make_env=make_env, renderer=renderer, config=recipe.rollout, tasks=tasks)
-        with naming_stage(place):
-            runner.run(trial)
-    for env in parts.evaluation_envs if recipe.evaluation.env else ():
-        trial = try_environment(make_env=env.player.make, renderer=renderer, config=recipe.rollout, tasks=env.tasks)
-        runner.run(trial)
+    if parts.env_players:
+        announce("trying the environment")
+    for player, tasks in parts.env_players:
+        _try(parts, player, tasks, fork=player is parts.env.player and reads_branches(parts.credit))
     announce("proving that engine and trainer agree")
     parts.weight_sync.verify_and_push(0)
     examples = _demonstrations(parts) if recipe.warmup.steps or recipe.loss.reads_demonstrations else []
-    prepared = _check_oracle(parts, examples)
-    if not recipe.evaluation.env:
+    prepared = _check_oracle(parts, parts.env.make, examples) if parts.env.make else Preparation(examples, {}, {})
+    if parts.env.make and not recipe.evaluation.env:
         _look_for_shared_tasks(parts, prepared)
     if (words := reuse_environments(parts)) is not None:
         prepared.warnings["slow_construction"] = words
     return prepared
+
+
+def _try(parts: Parts, player: EnvPlayer, tasks: Tasks, *, fork: bool) -> None:
+    """Play an episode of empty messages with each way in which an environment is made."""
+    renderer, config = parts.pool.context.renderer, parts.recipe.rollout
+    trial = try_environment(make_env=player.make, renderer=renderer, config=config, tasks=tasks, fork=fork)
+    parts.runner.run(trial)
+    for place, make_env in enumerate(player.stages):
+        trial = try_environment(make_env=make_env, renderer=renderer, config=config, tasks=tasks.for_stage(place + 1))
+        with naming_stage(place):
+            parts.runner.run(trial)
 
 
 def _demonstrations(parts: Parts) -> list[Demonstration]:
@@ -206,28 +203,28 @@ def _look_for_shared_tasks(parts: Parts, prepared: Preparation) -> None:
 
 def reuse_environments(parts: Parts) -> str | None:
     """Let environments play one episode after the other if `reset` is proven to forget; return a warning if it is slow."""
-    rollout, pool = parts.recipe.rollout, parts.pool
-    player = parts.env.player
-    proof = parts.runner.run(prove_reset(player.make, pool.tasks, timeout_s=rollout.env_timeout_s))
-    flaws = [proof.flaw]
-    for stage, make_env in enumerate(player.stages, 1):
-        found = parts.runner.run(prove_reset(make_env, pool.tasks.for_stage(stage), timeout_s=rollout.env_timeout_s))
-        flaws.append(found.flaw)
-    player.is_reused = not any(flaws)
-    for env in parts.evaluation_envs if parts.recipe.evaluation.env else ():
-        found = parts.runner.run(prove_reset(env.player.make, env.tasks, timeout_s=rollout.env_timeout_s))
-        env.player.is_reused = found.flaw is None
-    return proof.warning(live=rollout.live_episodes(pool.shard.num_groups))
+    rollout, words = parts.recipe.rollout, None
+    for player, tasks in parts.env_players:
+        timeout_s = rollout.env_timeout_s
+        proof = parts.runner.run(prove_reset(player.make, tasks, timeout_s=timeout_s))
+        flaws = [proof.flaw]
+        for stage, make_env in enumerate(player.stages, 1):
+            found = parts.runner.run(prove_reset(make_env, tasks.for_stage(stage), timeout_s=timeout_s))
+            flaws.append(found.flaw)
+        player.is_reused = not any(flaws)
+        if player is parts.env.player:
+            words = proof.warning(live=rollout.live_episodes(parts.pool.shard.num_groups))
+    return words
 
 
-def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:
+def _check_oracle(parts: Parts, make: MakeEnv, examples: list[Demonstration]) -> Preparation:
     """Check whether the environment's own policy can play within the limits."""
     rollout, tasks = parts.recipe.rollout, parts.pool.tasks
     trial = partial(oracle_ends, max_turns=rollout.max_turns, timeout_s=rollout.env_timeout_s, tasks=tasks)
 
     def ends_and_words() -> tuple[bool | None, str | None]:
         try:
-            ends = parts.runner.run(trial(parts.recipe.env.make))
+            ends = parts.runner.run(trial(make))
         except EnvironmentFailure as error:  # demonstrations, if needed, would have raised it before
             return None, str(error)
         words = f"the environment's oracle() ends no episode within rollout.max_turns: {rollout.max_turns}; raise it"

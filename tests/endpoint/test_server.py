@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from agentrl.endpoint.call import Asked, RefusalKind, RefusedError, Said
+from agentrl.endpoint.call import Asked, RefusalKind, RefusedError, Report, Said
 from agentrl.endpoint.server import Endpoint, Session
 from agentrl.errors import ConfigError
 from tests.support.each import each
@@ -326,3 +326,36 @@ def test_an_endpoint_listens_on_loopback_unless_another_host_is_named() -> None:
             Endpoint([], port=port)
     with Endpoint([], host="0.0.0.0", public_host="trainer") as endpoint:
         assert endpoint.open_session(Policy().answer).base_url.startswith("http://trainer:")
+
+
+def test_a_client_reports_rewards_and_states_for_its_own_session() -> None:
+    reports: list[Report] = []
+
+    def take(report: Report) -> None:
+        if report.call == "chatcmpl-9":
+            raise RefusedError(RefusalKind.INVALID, "no answer has this id")
+        reports.append(report)
+
+    with Endpoint(["policy"]) as endpoint:
+        session = endpoint.open_session(Policy().answer, report=take)
+        silent = endpoint.open_session(Policy().answer)
+
+        def post(kind: str, body: Any, key: str = session.api_key) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            url = f"{endpoint._url}/v1/agentrl/{kind}"
+            return httpx2.post(url, json=body, headers=headers, timeout=LONG_S).status_code
+
+        assert post("reward", {"reward": 1}) == 200
+        assert post("reward", {"reward": 0.5, "call": "chatcmpl-0"}) == 200
+        assert post("state", {"state": "begin"}) == 200
+        for kind, body in (
+            ("reward", {"reward": "much"}),
+            ("reward", {"reward": 1, "call": "chatcmpl-9"}),
+            ("reward", {"rewards": 1}),
+            ("state", {"state": 3}),
+            ("state", [1]),
+        ):
+            assert post(kind, body) == 400
+        assert post("reward", {"reward": 1}, silent.api_key) == 400
+        assert post("reward", {"reward": 1}, "another") == 401
+    assert reports == [Report(reward=1.0), Report(reward=0.5, call="chatcmpl-0"), Report(state="begin")]

@@ -67,7 +67,7 @@ def test_each_step_has_its_options_and_evaluation_the_recipes_own(tmp_path: Path
 
 def test_environments_are_kept_for_episodes_with_the_same_options_alone(tmp_path: Path) -> None:
     with build(settings(tmp_path)) as parts:
-        environments = parts.env.player
+        ((environments, _),) = parts.env_players
         environments.is_reused = True
         for version in (0, 1, 1, 3):
             parts.weight_sync.verify_and_push(version)
