@@ -8,7 +8,8 @@ included, which is tuned for none of them apart; runs of one seed have the same 
 job a run has all cores of the machine; with more, each has one thread.
 
 Results are appended to FILE as JSON lines with the fields of the recipe that a run resolved; no run that is in it is made
-again. Run folders are kept in `--runs`.
+again, and one that was killed goes on from its last checkpoint, so that its times are those of the rest. Run folders are kept
+in `--runs`.
 
 `tell` prints a table of the arms, the paired differences by seed, and draws the arm of the recipe: a curve for each seed.
 `area` is the mean of held-out success over the evaluations after training began. p is two-sided, of an exact permutation of
@@ -26,8 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
-
-import yaml
 
 from agentrl.report.folder import RunFolder
 from benchmarks.cells import sign_flip_p
@@ -66,32 +65,36 @@ OWN = ARMS[0]
 
 
 def train(job: Job, out: Path, runs: Path, *, num_threads: int, more: Sequence[str] = ()) -> None:
-    """Make one run and append its result."""
-    folder = runs / f"{job.ratio}-{job.credit}-{job.seed}-{time.time_ns()}"
-    changes = [*RATIOS[job.ratio], *CREDITS[job.credit], *more]
-    options = [*changes, "--seed", str(job.seed), "--run_dir", str(folder)]
-    begin = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "agentrl", "train", "--quiet", RECIPE, *options],
+    """Make one run and append its result; what a killed one has done, up to its last checkpoint, is not done again."""
+    folder = runs / f"{job.ratio}-{job.credit}-{job.seed}"
+    options = [*RATIOS[job.ratio], *CREDITS[job.credit], *more, "--seed", str(job.seed), "--run_dir", str(folder)]
+    what = [str(folder)] if folder.exists() else [RECIPE, *options]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agentrl", "train", "--quiet", *what],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": str(num_threads)},
-        check=True,
     )
-    seconds = time.perf_counter() - begin
+    begin = time.perf_counter()
+    _, status, usage = os.wait4(process.pid, 0)  # for its own processor time
+    if status:
+        raise SystemExit(f"{job.arm}, seed {job.seed}: status {status}; run the same command to go on")
+    times = {"seconds": round(time.perf_counter() - begin, 1), "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1)}
+    result = job._asdict() | {"threads": num_threads} | times | read_run(folder)
+    append_line(out, result)
+    print(told(result), flush=True)
+
+
+def read_run(folder: Path) -> Result:
+    """Return what a finished run came to, and its recipe."""
     run = RunFolder.open(folder)
-    rows = run.metrics()
+    rows, recipe = run.metrics(), run.config()
     kept = ("env", "model", "warmup", "rollout", "credit", "loss", "train", "evaluation")
-    recipe = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-    result = job._asdict() | {
-        "threads": num_threads,
-        "seconds": round(seconds, 1),
+    return {
         "seconds_a_step": [round(row["time/step_s"], 1) for row in rows if row["step"] > 0],
         **figures(rows),
         "episodes": [int(row["eval/episodes"]) for row in rows if "eval/episodes" in row],
         "recipe": {section: recipe[section] for section in kept},
     }
-    append_line(out, result)
-    print(told(result), flush=True)
 
 
 def told(result: Result) -> str:
@@ -123,8 +126,10 @@ def by_arm(known: dict[Job, Result]) -> dict[str, dict[int, Result]]:
 
 def tell(known: dict[Job, Result]) -> None:
     arms = {arm: results for arm, results in by_arm(known).items() if results}
-    print("| ratio | credit | seeds | start | end, each seed | end | area | seconds a step, median | minutes, median |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| ratio | credit | seeds | start | end, each seed | end | area | seconds a step, median |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for arm, results in arms.items():
         found = list(results.values())
         steps = statistics.median(seconds for result in found for seconds in result["seconds_a_step"])
@@ -136,7 +141,6 @@ def tell(known: dict[Job, Result]) -> None:
             mean_and_error(list(map(at_the_end, found))),
             mean_and_error(list(map(area, found))),
             f"{steps:.0f}",
-            f"{statistics.median(result['seconds'] for result in found) / 60:.1f}",
         ]
         print(f"| {' | '.join(cells)} |")
     print()
@@ -187,7 +191,7 @@ def plot(known: dict[Job, Result], path: Path) -> None:
     axis.plot(at, mean, color="C0", linewidth=2.5, marker="o", label="mean")
     axis.axhline(mean[0], color="0.5", linestyle="--", linewidth=1)
     axis.annotate(
-        f"before training: {mean[0]:.0f} %",
+        f"after the demonstrations: {mean[0]:.0f} %",
         (at[-1], mean[0]),
         ha="right",
         va="bottom",
