@@ -227,7 +227,8 @@ def main() -> None:
             plot(known, options.plot)
         return
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    jobs = [Job(*arm.split("/"), seed=seed) for seed, arm in product(options.seeds, options.arms)]
+    arms = [arm.split("/") for arm in options.arms]
+    jobs = [Job(algorithm, credit, seed) for seed, (algorithm, credit) in product(options.seeds, arms)]
     run(options.out, jobs, num_jobs=options.jobs, runs=options.runs, more=more)
 
 
