@@ -17,6 +17,7 @@ FAMILIES = (
     "report",
     "compare",
     "envs",
+    "agent",
     "credit",
     "fields",
     "new",

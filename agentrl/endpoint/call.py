@@ -35,6 +35,8 @@ class Asked:
     """Id of an answer of this session: `messages` follow its dialogue. Empty: they are all there is."""
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Parameters that are not carried out, with the client's values, abbreviated."""
+    dialect: str = ""
+    """Name of the dialect: `chat`, `responses` or `messages`."""
     form: "Form" = field(default_factory=lambda: Form())
     """Form in which the dialect answers."""
 

@@ -101,6 +101,7 @@ def read(body: bytes) -> Asked:
     tools, custom, hosted = _tools(found.tools or ())
     is_none = found.tool_choice == "none"
     return Asked(
+        dialect="chat",
         messages=one_dialogue([_read_message(each, index) for index, each in enumerate(found.messages)]),
         tools=tools,
         max_tokens=found.max_completion_tokens or found.max_tokens,

@@ -84,6 +84,7 @@ def read(body: bytes) -> Asked:
     choice = found.tool_choice and found.tool_choice.type
     thinking = (found.model_extra or {}).get("thinking")
     return Asked(
+        dialect="messages",
         messages=one_dialogue(messages),
         tools=tuple(function_tool(tool.name, tool.description, tool.input_schema) for tool in own),
         max_tokens=found.max_tokens,

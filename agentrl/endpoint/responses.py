@@ -88,6 +88,7 @@ def read(body: bytes) -> Asked:
         messages = [_read_item(each, f"input.{index}") for index, each in enumerate(found.input)]
     given = found.model_dump(include={*_ECHOED}, exclude_none=True)
     return Asked(
+        dialect="responses",
         messages=one_dialogue([*opening, *messages]),
         tools=tools,
         max_tokens=found.max_output_tokens,

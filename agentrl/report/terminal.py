@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from agentrl.data.files import read_json, write_whole
 from agentrl.data.plain import is_number
+from agentrl.report.calls import difference_of, kind_of, relation
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import TrajectoryRecord, TurnRecord, calls_of
 from agentrl.types import AmountOrZero, Count, Message, Trajectory
@@ -209,8 +210,8 @@ def render(record: TrajectoryRecord, decode: Decode | None = None) -> Renderable
     scale = max((abs(a) for turn in record.turns for a in turn.advantages), default=0.0)
     parts = [
         part
-        for number, turn in enumerate(record.turns, 1)
-        for part in (*_read(turn, decode), _action(turn, number, scale, record.fault is None))
+        for number, turn in enumerate(record.turns)
+        for part in (*_read(turn, number, decode), _action(turn, number + 1, scale, record.fault is None))
     ]
     if record.error:
         parts.append(Text(record.error, style="bold red"))
@@ -259,14 +260,17 @@ def in_short(trajectory: Trajectory) -> Iterator[Text]:
     yield Text(f"[{more}{trajectory.stop_reason}, {len(trajectory.turns)} turns, {result}]", "dim")
 
 
-def _read(turn: TurnRecord, decode: Decode | None) -> Iterator[Text]:
+def _read(turn: TurnRecord, number: int, decode: Decode | None) -> Iterator[Text]:
     """Yield what a turn's tokens, or its messages, said before the action."""
-    if turn.parent is not None:
+    if kind_of(turn):
+        difference = f"; {words}" if (words := difference_of(turn)) else ""
+        yield Text(f"[{relation(turn, number)}{difference}]", "dim")
+    elif turn.parent is not None:
         yield Text(f"[after turn {turn.parent + 1}]", "dim")
     if decode is None or not turn.observation_ids:
         yield from map(said, turn.observation)
         return
-    if not turn.extends:
+    if not turn.extends and kind_of(turn) != "root":
         yield Text("[the history was rewritten: this is the whole context]", "dim")
     yield Text(decode(turn.observation_ids), "cyan")
 

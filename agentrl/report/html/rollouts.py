@@ -11,6 +11,7 @@ from agentrl.credit import CreditScheme, installed_credit, load_credit
 from agentrl.data.plain import is_number
 from agentrl.errors import CreditError
 from agentrl.report.advise import credits_of
+from agentrl.report.calls import difference_of, ignored_by, kind_of, lanes, relation
 from agentrl.report.records import TrajectoryRecord, TurnRecord, calls_of, groups_of
 from agentrl.report.terminal import Decode
 from agentrl.types import Message, Need
@@ -82,7 +83,7 @@ def _rollout(record: TrajectoryRecord, others: OtherCredit, decode: Decode | Non
     is_trained = any(any(turn.keep) for turn in record.turns)  # else the whole is marked, not each token
     turns: list[dict[str, Any]] = []
     start = 0
-    for turn in record.turns:
+    for number, turn in enumerate(record.turns):
         end = start + len(turn.action_ids)
         credited = {
             name: _column(given[start:end])
@@ -91,11 +92,14 @@ def _rollout(record: TrajectoryRecord, others: OtherCredit, decode: Decode | Non
         }
         begins = not turns or not turn.extends
         context = decode(turn.observation_ids) if decode and begins else ""
-        told = _turn(turn, credited) | {"context": _bounded(context, _MAX_TEXT)}
+        told = _turn(turn, number, credited) | {"context": _bounded(context, _MAX_TEXT)}
         if not is_trained:
             del told["columns"]["keep"], told["columns"]["advantage"]
         turns.append(told)
         start = end
+    if any(kind_of(turn) for turn in record.turns):
+        for told, lane in zip(turns, lanes(record.turns), strict=True):
+            told["lane"] = lane
     return {
         "turns": turns,
         "env": record.env_id,
@@ -107,7 +111,7 @@ def _rollout(record: TrajectoryRecord, others: OtherCredit, decode: Decode | Non
     }
 
 
-def _turn(turn: TurnRecord, credited: dict[str, Any]) -> dict[str, Any]:
+def _turn(turn: TurnRecord, number: int, credited: dict[str, Any]) -> dict[str, Any]:
     components = turn.extras.get("reward_components")
     columns = {
         "advantage": _column(turn.advantages),
@@ -123,6 +127,10 @@ def _turn(turn: TurnRecord, credited: dict[str, Any]) -> dict[str, Any]:
         "rewrites": not turn.extends,
         "parent": turn.parent,
         "agent": _bounded(turn.agent, _MAX_PREVIEW),
+        "kind": kind_of(turn),
+        "relation": relation(turn, number),
+        "difference": _bounded(difference_of(turn), _MAX_TEXT),
+        "ignored": [_bounded(f"{name}: {value}", _MAX_PREVIEW) for name, value in ignored_by(turn).items()],
         "observationTokens": len(turn.observation_ids),
         "said": _said(turn.message) if _tools(turn.message) else None,
         "pieces": turn.action_pieces,

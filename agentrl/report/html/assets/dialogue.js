@@ -188,8 +188,48 @@ function turnNotes(turn, number, key) {
     turn.branches?.length &&
       `forks earned ${turn.branches.map((rewards) => shown(rewards.reduce((sum, each) => sum + each, 0))).join(", ")}`,
     turn.state !== null && `state ${turn.state}`,
+    turn.ignored.length > 0 && `not taken over: ${turn.ignored.join(", ")}`,
   ];
   return el("p", { class: "notes" }, plain(parts.filter(Boolean).join(" · ")));
+}
+
+/** The calls of an agent's session: a row for each in the order asked, a lane for each line of calls. */
+function callsMapOf(rollout) {
+  const { turns } = rollout;
+  const lanes = 1 + Math.max(...turns.map((turn) => turn.lane ?? -1));
+  if (!lanes) return null; // each continues the one before
+  const last = turns.map((_, index) => index);
+  const ends = Array.from({ length: lanes }, (_, lane) => last.filter((index) => turns[index].lane === lane).at(-1));
+  const begins = Array.from({ length: lanes }, (_, lane) => turns.findIndex((turn) => turn.lane === lane));
+  const rows = turns.map((turn, index) => {
+    const cells = Array.from({ length: lanes }, (_, lane) =>
+      el(
+        "td",
+        { class: `lane${begins[lane] < index && index <= ends[lane] ? " above" : ""}${begins[lane] <= index && index < ends[lane] ? " below" : ""}` },
+        lane === turn.lane && el("span", { class: `call ${turn.kind}` }, `${index + 1}`),
+      ),
+    );
+    const words = plain(turn.said ? `${turn.said.text} ${turn.said.calls}` : turn.pieces.join("")).trim().replace(/\s+/g, " ");
+    return el(
+      "tr",
+      {},
+      cells,
+      el("td", {}, plain([turn.agent, turn.relation].filter(Boolean).join(" · "))),
+      el(
+        "td",
+        {},
+        turn.difference && el("small", {}, plain(`first difference: ${turn.difference}`)),
+        turn.ignored.length > 0 && el("small", {}, plain(`not taken over: ${turn.ignored.join(", ")}`)),
+        el("code", {}, words.length > 120 ? `${words.slice(0, 120)}…` : words),
+      ),
+    );
+  });
+  return el(
+    "details",
+    { class: "calls-map", open: "" },
+    el("summary", {}, `${count(turns.length, "call")} in ${count(lanes, "line")}`),
+    el("table", { "aria-label": "Calls of the agent" }, el("tbody", {}, rows)),
+  );
 }
 
 /** A whole rollout, as a dialogue. */
@@ -197,8 +237,10 @@ function dialogueOf(rollout, at, key, scale, { skip = 0 } = {}) {
   const parts = rollout.turns.map((turn, index) => [
     turn.rewrites &&
       index > 0 &&
+      !turn.kind &&
       el("p", { class: "rewritten" }, "The history was rewritten here; this turn has a context of its own."),
-    turn.parent !== null && el("p", { class: "notes" }, `after turn ${turn.parent + 1}`),
+    turn.kind && el("p", { class: "rewritten" }, plain(`This call ${turn.relation}${turn.difference ? `; ${turn.difference}` : ""}.`)),
+    !turn.kind && turn.parent !== null && el("p", { class: "notes" }, `after turn ${turn.parent + 1}`),
     turn.context && contextOf(turn.context),
     turn.read.slice(index === 0 ? skip : 0).map(messageOf),
     el(
@@ -212,6 +254,7 @@ function dialogueOf(rollout, at, key, scale, { skip = 0 } = {}) {
   return el(
     "div",
     { class: "dialogue", "data-at": at },
+    callsMapOf(rollout),
     parts,
     rollout.error &&
       el("article", { class: "message error" }, el("h4", {}, "error"), el("pre", {}, plain(rollout.error))),
