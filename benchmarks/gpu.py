@@ -3,6 +3,7 @@
     python -m benchmarks.gpu step [--cases 0.6B 8B-lora ...] [--repeats 3]
     python -m benchmarks.gpu head [--hidden 1024 4096]
     python -m benchmarks.gpu profile --cases 0.6B
+    python -m benchmarks.gpu short [--minutes 9] [--device cpu]
 
 `step`: each case a process of its own. Models have random weights in the sizes of the published ones; what is trained on is
 made up: groups of eight episodes with one prompt of 512 tokens and six turns of 96 tokens of observation and 128 of action. A
@@ -14,6 +15,11 @@ GPU beside that, before the first step and after the last.
 
 `head`: `fused_logprobs` forward and backward, 8,192 tokens and a vocabulary of 151,936 in bfloat16, by the size of its tiles,
 against the seconds of its four products alone, at the measured peak.
+
+`short`: for a GPU that is at hand for minutes. Parts in the order of what they tell, each a process of its own and within the
+time that is left; each prints a line of JSON as it ends. First a trace of one step (share of it that kernels ran, their number,
+the longest gap, calls of ATen, values that the host read); then whether weights of a late sender are waited for; then steps.
+`--device cpu` tries all of it on tiny models.
 """
 
 import argparse
@@ -25,14 +31,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+import torch.profiler
 from accelerate import Accelerator
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 from agentrl import Credit, Trajectory, TrajectoryGroup, Turn
 from agentrl.learn.learner import Learner
@@ -60,6 +70,7 @@ class Case:
     recipe: str
     layout: Layout = "tree"
     groups: int = 4
+    turns: int = len(TURNS)
     options: list[str] = field(default_factory=list)
     """Of the recipe."""
     changes: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +85,9 @@ CASES: dict[str, Case] = {
     "0.6B, 16k, padded": Case(size="0.6B", recipe="qwen3-0.6b", layout="padded", options=_LARGE),
     "0.6B, 16k, nothing twice": Case(
         size="0.6B", recipe="qwen3-0.6b", options=[*_LARGE, "--train.gradient_checkpointing", "false"]
+    ),
+    "0.6B, 16k, moments away": Case(
+        size="0.6B", recipe="qwen3-0.6b", options=[*_LARGE, "--train.offload", "[optimizer]"]
     ),
     "1.7B, 16k": Case(size="1.7B", recipe="qwen3-0.6b", options=_LARGE),
     "8B-lora": Case(size="8B", recipe="qwen3-8b-lora", groups=2),
@@ -91,7 +105,14 @@ TINY = Case(
 """To see on a CPU that all of it works."""
 
 
-def made_up(groups: int, vocab_size: int) -> tuple[list[TrajectoryGroup], list[list[Credit]]]:
+def tiny(case: Case) -> Case:
+    """Return a case for a CPU: its recipe and layout, on a model of nothing."""
+    return replace(case, size="0.6B", groups=1, turns=1, options=[*case.options, *TINY.options], changes=TINY.changes)
+
+
+def made_up(
+    groups: int, vocab_size: int, num_turns: int = len(TURNS)
+) -> tuple[list[TrajectoryGroup], list[list[Credit]]]:
     """Return groups of eight that share a prompt, and credit for them."""
     rng = np.random.default_rng(0)
     made = []
@@ -100,7 +121,7 @@ def made_up(groups: int, vocab_size: int) -> tuple[list[TrajectoryGroup], list[l
         members = []
         for number in range(8):
             turns = list[Turn]()
-            for observed, acted in TURNS:
+            for observed, acted in TURNS[:num_turns]:
                 ids = rng.integers(vocab_size, size=observed + acted).tolist()
                 turn = Turn(
                     observation_ids=(*(prompt if not turns else ()), *ids[:observed]),
@@ -152,7 +173,7 @@ def made(case: Case) -> tuple[Learner, list[TrajectoryGroup], list[list[Credit]]
         options += ["--train.num_minibatches", "1", "--train.target_kl", "null", *case.options]
         recipe = load_recipe(EXAMPLES / f"{case.recipe}.yaml", options)
         learner = new_learner(recipe, case.layout, torch.device("cpu" if recipe.train.device == "cpu" else "cuda"))
-        groups, credits = made_up(case.groups, learner.state.policy.model.config.vocab_size)
+        groups, credits = made_up(case.groups, learner.state.policy.model.config.vocab_size, case.turns)
         plan = learner.plan(learner.draw(groups, credits, version=0)[0])
         largest = max(micro.inputs.ids_BL.numel() for micro, _ in plan)
         filled = recipe.model_copy(
@@ -177,14 +198,66 @@ def profile(case: Case) -> None:
         pstats.Stats(functions).sort_stats(key).print_stats(45)
 
 
+def trace(case: Case) -> dict[str, float]:
+    """Return what the third step of a case has the device and the host do."""
+    learner, groups, credits, _ = made(case)
+    for version in range(2):
+        learner.update(groups, credits, version=version)
+    on_gpu = learner.state.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=activities) as profiler:
+        begin = time.perf_counter()
+        learner.update(groups, credits, version=2)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+    events = profiler.events()
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type == DeviceType.CUDA)
+    busy_us, gap_us, end = 0.0, 0.0, spans[0][0] if spans else 0.0
+    for start, stop in spans:
+        gap_us = max(gap_us, start - end)
+        busy_us += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    calls = Counter(event.name for event in events)
+    return {
+        "step_s": seconds,
+        "busy_share": busy_us / 1e6 / seconds,
+        "kernels": len(spans),
+        "longest_gap_ms": gap_us / 1e3,
+        "aten_calls": sum(number for name, number in calls.items() if name.startswith("aten::")),
+        "host_reads": calls["aten::_local_scalar_dense"],
+    }
+
+
+def short(minutes: float, *, is_cpu: bool) -> None:
+    """Print what a GPU tells in a few minutes, a line for each part as it ends."""
+    device, repeats = (["--device", "cpu"], "1") if is_cpu else ([], "3")
+    own = [sys.executable, "-m", "benchmarks.gpu"]
+    late = ["tests/gpu/test_processes.py", "-k", "arrive or read_only", "-m", "gpu"]
+    parts = {"trace of 0.6B, 16k": [*own, "trace", "--case", "0.6B, 16k", *device]}
+    parts |= {} if is_cpu else {"late weights": [sys.executable, "-m", "pytest", "-q", "-n0", *late]}
+    cases = ["0.6B, 16k", "8B-lora", "0.6B, 16k, packed", "0.6B, 16k, moments away", "8B-lora, packed"]
+    parts |= {f"step of {name}": [*own, "step", "--repeats", repeats, "--case", name, *device] for name in cases}
+    end = time.monotonic() + 60 * minutes
+    for name, command in parts.items():
+        begin = time.monotonic()
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=max(0.1, end - begin))
+            line = (done.stdout if done.returncode == 0 else done.stderr or done.stdout).strip().splitlines()[-1]
+        except subprocess.TimeoutExpired:
+            line = "no time left"
+        found = json.loads(line) if line.startswith("{") else {"said": line}
+        print(json.dumps({"part": name, "took_s": round(time.monotonic() - begin, 1), **found}), flush=True)
+
+
 def step(case: Case, repeats: int) -> dict[str, float]:
     """Measure one case in this process."""
-    on_gpu = case is not TINY
+    on_gpu = "cpu" not in case.options
     peak = bfloat16_peak(torch.device("cuda" if on_gpu else "cpu"))
     learner, groups, credits, process = made(case)
     beside_at_first = beside_gb() if on_gpu else 0.0
     num_weights = read_by_a_token(learner.state.policy.model)
-    tokens = case.groups * 8 * (PROMPT + sum(map(sum, TURNS)))
+    tokens = case.groups * 8 * (PROMPT + sum(map(sum, TURNS[: case.turns])))
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
@@ -275,12 +348,22 @@ def head(hidden_size: int, device: torch.device, num_tokens: int = 8192, vocab_s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["step", "head", "profile", "try"])
+    parser.add_argument("part", choices=["short", "step", "trace", "head", "profile", "try"])
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--minutes", type=float, default=9.0, help="of `short`, at most")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
+    if options.part == "short":
+        short(options.minutes, is_cpu=options.device == "cpu")
+        return
+    if options.case and options.device == "cpu":
+        CASES[options.case] = tiny(CASES[options.case])
+    if options.part == "trace":
+        print(json.dumps(trace(CASES[options.case])))
+        return
     if options.case or options.part == "try":
         print(json.dumps(step(CASES[options.case] if options.case else TINY, options.repeats)))
         return

@@ -53,13 +53,14 @@ def settings(env: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure(setting: dict[str, Any], dialogues: Path | None) -> dict[str, Any]:
+def measure(setting: dict[str, Any], engine: str, dialogues: Path | None) -> dict[str, Any]:
     """Play the evaluation tasks of an environment; return what came of it."""
     turns, tokens = setting["max_turns"], setting["max_turn_tokens"]
     begun = time.monotonic()
     found = agentrl.evaluate(
         env=setting["env"],
         model=setting["model"],
+        engine={"name": engine},
         rollout={
             "max_turns": turns,
             "max_turn_tokens": tokens,
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--envs", nargs="*", choices=MAX_TURNS, default=list(MAX_TURNS))
+    parser.add_argument("--engine", default="auto")
     parser.add_argument("--dialogues", type=Path, help="folder for what was said")
     parser.add_argument("--tell", action="store_true", help="print the table of the file")
     options = parser.parse_args()
@@ -125,7 +127,7 @@ def main() -> None:
         if any(setting.items() <= line.items() for line in read_lines(options.out)):
             continue
         try:
-            append_line(options.out, measure(setting, options.dialogues))
+            append_line(options.out, measure(setting, options.engine, options.dialogues))
         except UserError as error:  # a package or a sandbox that it needs is missing
             print(f"{env}: {error}")
     print(table(read_lines(options.out)))

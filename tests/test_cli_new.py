@@ -9,9 +9,11 @@ import yaml
 
 from agentrl.cli import main
 from agentrl.recipe.config import Recipe, load_recipe
+from agentrl.run.memory import GB, plan_memory
 from agentrl.testing import check_env
 from tests.support.baselines import play
 from tests.support.hugging_face import hugging_face_folder
+from tests.support.qwen3 import config_of
 
 TINY = (
     *(
@@ -176,3 +178,27 @@ def test_a_dialogue_is_written_and_its_oracle_solves_it(folder: Path, capsys: py
         assert play(config.make(), lambda env, _, rng: env.oracle(rng=rng), seed=seed, max_turns=4, rng=rng).success
     assert "is there already" in refused("--dialogue", capsys=capsys)
     assert "leave the other options out" in refused("other", "--dialogue", "--seed", "1", capsys=capsys)
+
+
+@pytest.mark.process
+def test_a_recipe_fits_the_memory_that_is_given(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hugging_face_folder(folder / "model", rewrites=False)
+    config_of("4B", vocab_size=151936).save_pretrained(folder / "model")  # with the small one's tokenizer
+    given = ("--env", "calculator", "--model", "./model", "--warmup.steps", "0")
+    main(["new", "plain", *given])
+    main(["new", "fitted", *given, "--memory", "80"])
+    plain, fitted = (load_recipe(folder / f"{name}.yaml") for name in ("plain", "fitted"))
+    unlike, fits = (plan_memory(each, gpus=1, memory=80 * GB)[0].total / GB for each in (plain, fitted))
+    assert unlike > 100
+    assert fits < 72
+    assert fitted.model.lora is None
+    text = (folder / "fitted.yaml").read_text(encoding="utf-8")
+    assert f"# Planned for 1 x 80 GB: a training process needs {fits:.1f} (" in text
+    main(["plan", "fitted.yaml", "--memory", "80"])
+    main(["new", "adapted", *given, "--memory", "80", "--engine.sleep", "false", "--train.offload", "[]"])
+    kept = load_recipe(folder / "adapted.yaml")
+    assert (kept.train.offload, kept.engine.sleep) == ((), False)  # type: ignore[attr-defined]
+    assert kept.model.lora is not None
+    capsys.readouterr()
+    assert "nothing fits 1 x 4 GB" in refused("small", *given, "--memory", "4", capsys=capsys)
+    assert "the hub cannot be reached" in refused("far", *given[:2], "--model", "a/b", "--memory", "80", capsys=capsys)

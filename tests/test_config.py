@@ -61,6 +61,7 @@ def test_the_tree_has_the_sections_of_a_run() -> None:
     top = [
         "agent",
         "agent.tasks",
+        "deployment",
         "env",
         "evaluation",
         "loss",

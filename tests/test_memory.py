@@ -1,5 +1,6 @@
 """`agentrl plan`: what it counts against what models hold, and what it says of recipes."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from agentrl.learn.line_search import KeptVersions
 from agentrl.policy.config import LoraSettings
 from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.lora import add_lora
-from agentrl.recipe.config import load_recipe
-from agentrl.run.memory import GB, count_kept, count_weights, model_sizes, plan_memory, remedies
+from agentrl.recipe.config import Recipe, load_recipe
+from agentrl.run.doctor import changed, cheapest_fit, remedies
+from agentrl.run.memory import GB, count_kept, count_weights, model_sizes, plan_memory
 from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.each import each
 from tests.support.plan_memory import CASES, planned_and_measured
@@ -339,9 +341,11 @@ def test_what_does_not_fit_is_refused_with_the_fields_that_help(tmp_path: Path) 
     command = Command("plan", EXAMPLES / "qwen3-8b.yaml", *model, "--gpus", 4)
     err = command.wait()
     assert command.returncode == 2
-    assert "a training process needs 83.4 GB, and a GPU has 80. What helps, each by itself: model.lora: {}" in (
-        " ".join(err.split())
-    )
+    words = " ".join(err.split())
+    assert "a training process needs 83.4 GB, and a GPU has 80. What helps, each by itself: model.lora: {}, " in words
+    assert "train.offload: [optimizer, weights] (" in words
+    assert "The cheapest that fits, with " in words
+    assert "GB: --train.offload '[optimizer, weights]'" in words
     given = load_recipe(EXAMPLES / "qwen3-8b.yaml", [*model, "--train.gradient_checkpointing", "false"])
     least = min(remedies(given, gpus=8, memory=80 * GB), key=lambda one: one[1])
     assert least[0] == "train.gradient_checkpointing: true"
@@ -351,3 +355,76 @@ def test_what_does_not_fit_is_refused_with_the_fields_that_help(tmp_path: Path) 
         plan_memory(
             load_recipe(EXAMPLES / "qwen3-8b.yaml", ["--model.name_or_path", str(tmp_path / "none")]), gpus=8, memory=80
         )
+
+
+def recipe_of(size: str, folder: Path, *options: str) -> Recipe:
+    sections = {"precision": "bfloat16", "gradient_checkpointing": True}
+    model = ["--model.name_or_path", str(folder_of(size, folder)), "--rollout.max_context_tokens", "8192"]
+    return load_recipe({"train": sections}, [*model, *options])
+
+
+def test_what_waits_in_the_hosts_memory_is_not_counted(tmp_path: Path) -> None:
+    def uses(*options: str, gpus: int = 1) -> dict[str, int]:
+        return dict(plan_memory(recipe_of("4B", tmp_path, *options), gpus=gpus, memory=80 * GB)[0].uses)
+
+    num = 4_022_468_096  # weights
+    plain, away = uses("--engine.name", "vllm"), uses("--engine.name", "vllm", "--train.offload", "[optimizer]")
+    assert plain["optimizer"] == 8 * num
+    assert away == {name: size for name, size in plain.items() if name != "optimizer"}
+    # vLLM sleeps in an update, and while it samples weights and moments are there unless they are away.
+    sleeping = ("--engine.name", "vllm", "--engine.sleep", "true", "--engine.vllm", "{gpu_memory_utilization: 0.9}")
+    assert uses(*sleeping).keys() == {"weights", "optimizer", "vLLM", "CUDA and kernels"}
+    both = uses(*sleeping, "--train.offload", "[optimizer, weights]")
+    assert both == {"vLLM": int(0.9 * 80 * GB), "CUDA and kernels": plain["CUDA and kernels"]}
+    assert "vLLM" not in uses(*sleeping[:4], "--train.offload", "[optimizer, weights]")  # an update takes more
+    # Frozen weights are kept in half precision, sharded or not.
+    lora = ("--model.lora", "{}", "--train.sharding", "full", "--engine.max_batch_size", "1")
+    sharded = uses(*lora, gpus=4)["weights"]
+    trained = count_weights(Qwen3Config.from_pretrained(tmp_path), LoraSettings()).trained
+    assert sharded == (2 * num + 4 * trained) // 4
+
+
+def test_moments_come_back_for_a_weight_at_a_time(tmp_path: Path) -> None:
+    folder = folder_of("0.6B", tmp_path, tie_word_embeddings=False)
+    few = [
+        "--train.max_tokens_per_micro_batch",
+        "64",
+        "--rollout.max_context_tokens",
+        "64",
+        "--rollout.max_turn_tokens",
+        "8",
+    ]
+    recipe = load_recipe(None, ["--model.name_or_path", str(folder), "--train.offload", "[optimizer]", *few])
+    uses = plan_memory(recipe, gpus=1, memory=80 * GB)[0].uses
+    assert uses["optimizer, of one weight"] == 8 * 151936 * 1024  # the embedding's: more than the few activations
+    assert "optimizer" not in uses
+
+
+def test_the_cheapest_recipe_that_fits_is_found(tmp_path: Path) -> None:
+    def fit(size: str, memory: int, *options: str, fixed: tuple[str, ...] = ()) -> dict[str, Any] | None:
+        recipe = recipe_of(size, tmp_path, *options)
+        found = cheapest_fit(recipe, gpus=1, memory=memory * GB, fixed=fixed)
+        if found is None:
+            return None
+        planned, *_ = plan_memory(changed(recipe, found[0]), gpus=1, memory=memory * GB)
+        assert planned.total == found[1] <= 0.9 * memory * GB
+        return found[0]
+
+    assert fit("0.6B", 80) == {}
+    assert fit("4B", 80) == {
+        "train.offload": ["optimizer", "weights"],
+        "engine.name": "vllm",
+        "engine.sleep": True,
+    }
+    # Adapters only where nothing else is enough, and at their own rate.
+    adapters = {"model.lora": {}, "train.learning_rate": 1e-5}
+    assert fit("8B", 80) == adapters
+    assert fit("8B", 80, fixed=("model.lora",)) is None
+
+
+def test_adapters_are_counted_without_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of("0.6B", tmp_path, "--model.lora", "{}")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    counted = model_sizes(recipe).weights
+    assert counted.trained == 10_092_544  # as peft has them
+    assert plan_memory(recipe, gpus=1, memory=80 * GB)[0].uses["optimizer"] == 8 * counted.trained

@@ -135,8 +135,9 @@ class AgentConfig(BaseModel):
         Raises:
             UserError: for what names none.
         """
+        columns = self.table.columns
         try:
-            return load_rewards(self.reward, columns=self.table.columns, has_answer=self.tasks.answer is not None)
+            return load_rewards(self.reward, columns=columns, has_answer=self.tasks.answer is not None)
         except UserError as error:
             raise type(error)(f"agent.{error}") from error
 

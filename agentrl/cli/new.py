@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -22,6 +22,9 @@ from agentrl.rollout.env_driver import Env, reset, step
 from agentrl.rollout.faults import environment_failures
 from agentrl.rollout.tasks import Tasks
 from agentrl.types import Message
+
+if TYPE_CHECKING:
+    from agentrl.recipe.config import Recipe
 
 _TEMPLATES = Path(__file__).with_name("templates")
 
@@ -103,7 +106,9 @@ class _Pretrained(NamedTuple):
 _SMALL_WEIGHTS = 1_000_000_000
 
 
-def new_recipe(name: str, *, env: str, model: str | None, overrides: Sequence[str]) -> str:
+def new_recipe(
+    name: str, *, env: str, model: str | None, overrides: Sequence[str], memory_gb: float | None = None, gpus: int = 1
+) -> str:
     """Return the text of a recipe that trains at once.
 
     Args:
@@ -111,9 +116,11 @@ def new_recipe(name: str, *, env: str, model: str | None, overrides: Sequence[st
         env: its id.
         model: a Hugging Face name or folder. None: a small one is made.
         overrides: further fields, as on the command line; they stand in the recipe.
+        memory_gb: memory of a GPU that the recipe is to fit, in GB. None: not planned.
+        gpus: number of GPUs.
 
     Raises:
-        UserError: for an environment that cannot be made or played, and fields that cannot be set.
+        UserError: for an environment that cannot be made or played, fields that cannot be set, and a model that does not fit.
     """
     from agentrl.recipe.config import load_recipe  # here: it loads torch
 
@@ -128,16 +135,42 @@ def new_recipe(name: str, *, env: str, model: str | None, overrides: Sequence[st
     pretrained = None if model is None else _look_at_model(model, is_adapted=is_adapted)
     data = _of_local(env, seen) if pretrained is None else _of_pretrained(env, pretrained, seen)
     whole = load_recipe(data, overrides)
+    given = [word.partition("=")[0].removeprefix("--") for word in overrides if word.startswith("--")]
+    planned = None
+    if memory_gb is not None:
+        whole, changed, planned = _fitted(whole, pretrained, memory_gb=memory_gb, gpus=gpus, fixed=given)
+        given += changed
     recipe = whole.model_dump(mode="json")
-    for option in (word.partition("=")[0] for word in overrides if word.startswith("--")):
-        _set(data, recipe, option.removeprefix("--").split("."))
+    for option in given:
+        _set(data, recipe, option.split("."))
     if pretrained is not None and pretrained.num_weights is not None:
         from agentrl.run.build import check_before_loading
 
         check_before_loading(whole)
-    text = "\n".join([*_head(name, seen, pretrained), *_lines(data)])
+    text = "\n".join([*_head(name, seen, pretrained), *([planned] if planned else []), *_lines(data)])
     load_recipe(yaml.safe_load(text))
     return text + "\n"
+
+
+def _fitted(
+    recipe: "Recipe", model: _Pretrained | None, *, memory_gb: float, gpus: int, fixed: Sequence[str]
+) -> tuple["Recipe", list[str], str]:
+    """Return a recipe that fits a GPU at the least cost in time, the names of fields that it changed, and a comment.
+
+    Raises:
+        ConfigError: if nothing fits, or the model's configuration cannot be read.
+    """
+    from agentrl.run.doctor import changed, cheapest_fit
+    from agentrl.run.memory import GB
+
+    if model is not None and model.num_weights is None:
+        raise ConfigError("--memory: the hub cannot be reached; give --model a folder with the model's config.json")
+    fit = cheapest_fit(recipe, gpus=gpus, memory=int(memory_gb * GB), fixed=fixed)
+    if fit is None:
+        raise ConfigError(f"--memory: nothing fits {gpus} x {memory_gb:g} GB; take more GPUs, or a smaller model")
+    changes, needed = fit
+    words = f"# Planned for {gpus} x {memory_gb:g} GB: a training process needs {needed / GB:.1f} (`agentrl plan`)."
+    return changed(recipe, changes), list(changes), words
 
 
 def _look_at_model(name: str, *, is_adapted: bool) -> _Pretrained:
@@ -332,6 +365,10 @@ def add(commands: Commands) -> None:
     new.add_argument("--env", help="an installed name (`agentrl envs` lists them), module:Class, or a Gymnasium id")
     new.add_argument("--model", help="a Hugging Face name or folder; none: a small model is made on the spot")
     new.add_argument(
+        "--memory", type=float, help="of a GPU, in GB: write the quickest recipe that fits (`agentrl plan`)"
+    )
+    new.add_argument("--gpus", type=int, default=1, help="with --memory: how many (default 1)")
+    new.add_argument(
         "--dialogue",
         action="store_true",
         help="write an environment in which the agent talks with a user, its test and its recipe (docs/dialogue.md)",
@@ -349,7 +386,14 @@ def _new(options: argparse.Namespace, rest: list[str]) -> None:
     env = options.env or _asked("Which environment? `agentrl envs` lists them; module:Class is yours", _ENV)
     file = _file(name or re.sub(r"\W+", "_", env.rpartition(":")[2]).strip("_").lower())
     model = options.model or _asked("Which model? A Hugging Face name or folder", _SMALL)
-    text = new_recipe(str(file), env=env, model=None if model in (_SMALL, "none") else model, overrides=rest)
+    text = new_recipe(
+        str(file),
+        env=env,
+        model=None if model in (_SMALL, "none") else model,
+        overrides=rest,
+        memory_gb=options.memory,
+        gpus=options.gpus,
+    )
     written = [_write(file, text)]
     if not (file.parent / SCHEMA).exists():
         from agentrl.recipe.fields import sections

@@ -13,7 +13,7 @@ from agentrl.report.terminal import Console
 
 if TYPE_CHECKING:
     from agentrl.recipe.config import Recipe
-    from agentrl.run.memory import ProcessMemory
+    from agentrl.run.memory import ProcessMemory, Sizes
 
 _MAX_GB = 1_000_000
 
@@ -34,7 +34,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
     if options.gpus < 1 or not 0 < options.memory <= _MAX_GB:
         raise ConfigError(f"--gpus and --memory: expected positive numbers, and at most {_MAX_GB:,} GB")
     recipe, _ = load(options.target, rest)
-    from agentrl.run.memory import GB, model_sizes, plan_memory, remedies, tokens_of_a_pass
+    from agentrl.run.memory import GB, model_sizes, plan_memory, tokens_of_a_pass
     from agentrl.run.parts import task_shard
 
     memory = int(options.memory * GB)
@@ -79,14 +79,22 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
             f"{training.at_start / GB:.1f} GB, and a GPU has {options.memory:g}; take a smaller model, or GPUs with more memory"
         )
     if training.total > memory:
-        found = sorted(remedies(recipe, gpus=options.gpus, memory=memory, sizes=sizes), key=lambda one: one[1])
-        helps = [f"{words} ({total / GB:.1f} GB)" for words, total in found]
-        if recipe.model.lora is None and recipe.model.name_or_path is not None:
-            helps.append("model.lora: {}")
         raise ConfigError(
             f"a training process needs {training.total / GB:.1f} GB, and a GPU has {options.memory:g}. What helps, each by "
-            f"itself: {'; '.join(helps) or 'more GPUs, or a smaller model'}"
+            f"itself: {_remedies(recipe, gpus=options.gpus, memory=memory, sizes=sizes)}"
         )
+
+
+def _remedies(recipe: "Recipe", *, gpus: int, memory: int, sizes: "Sizes") -> str:
+    """Return what makes a recipe smaller, and the cheapest changes with which it fits."""
+    from agentrl.run.doctor import as_options, cheapest_fit, remedies
+    from agentrl.run.memory import GB
+
+    found = sorted(remedies(recipe, gpus=gpus, memory=memory, sizes=sizes), key=lambda one: one[1])
+    helps = "; ".join(f"{words} ({total / GB:.1f} GB)" for words, total in found) or "more GPUs, or a smaller model"
+    if (fit := cheapest_fit(recipe, gpus=gpus, memory=memory, sizes=sizes)) is None:
+        return f"{helps}. All of it is not enough"
+    return f"{helps}. The cheapest that fits, with {fit[1] / GB:.1f} GB: {as_options(fit[0])}"
 
 
 def _check_played(recipe: "Recipe") -> None:

@@ -202,7 +202,7 @@ class Failure:
 def default_jobs(*, is_cpu: bool) -> int:
     """Return how many runs to do at once: one for each GPU, else one for each core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores if is_cpu else len(_gpus()) or cores
+    return cores if is_cpu else len(visible_gpus()) or cores
 
 
 def is_done(run: PlannedRun) -> bool:
@@ -321,12 +321,12 @@ def _environment(slot: int, jobs: int) -> dict[str, str]:
     """Divide cores and GPUs among the runs at once."""
     threads = max(1, default_jobs(is_cpu=True) // jobs)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    if gpus := _gpus():
+    if gpus := visible_gpus():
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
     return environment
 
 
-def _gpus() -> list[str]:
+def visible_gpus() -> list[str]:
     """List the GPUs that are ours, without the seconds that asking torch takes."""
     if (ours := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in ours.split(",") if name]

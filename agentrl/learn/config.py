@@ -551,6 +551,10 @@ class TrainConfig(BaseModel):
     sharding: Literal["none", "full"] = "none"
     """Sharding over ranks. `none`: each holds all weights (DDP). `full`: weights, gradients and the optimizer's state are
     sharded (FSDP2)."""
+    offload: Annotated[tuple[Literal["optimizer", "weights"], ...], MayChange()] = ()
+    """State that waits in the host's memory, pinned if the device is a GPU; results are the same to the last bit. `optimizer`:
+    moments, which come back for each weight's part of an update alone. `weights`: those of policy and reference while episodes
+    are sampled; useful with `engine.sleep`, or an engine that is not vLLM."""
     process_timeout_s: Annotated[float, MayChange()] = Field(default=1800.0, gt=0, le=31_536_000)
     """Longest wait of a rank for the others, in seconds; a year at most."""
     device: Literal["auto", "cpu"] = "auto"
@@ -574,6 +578,10 @@ class TrainConfig(BaseModel):
     def _consistent(self) -> Self:
         if self.sharding == "full" and self.optimizer != "adamw":
             raise ValueError(f"optimizer: {self.optimizer} cannot be sharded (sharding: full); set it to adamw")
+        if "optimizer" in self.offload and self.optimizer != "adamw":
+            raise ValueError(
+                f"offload: optimizer: {self.optimizer} keeps its own; set it to adamw, or take it out of offload"
+            )
         return self
 
     @property

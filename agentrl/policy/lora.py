@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from safetensors import safe_open
@@ -30,6 +30,7 @@ __all__ = [
     "adapted_layers",
     "adapter_state",
     "add_lora",
+    "add_sizes",
     "base_weights",
     "check_adapter",
     "find_layers",
@@ -96,8 +97,7 @@ def _forward(layer: Any, inputs: Tensor) -> Tensor:
 
     peft adds the adapter's output to one that is rounded already: of a young adapter nearly nothing would be left.
     """
-    half = torch.is_autocast_enabled(inputs.device.type) or layer.weight.dtype.itemsize < 4
-    if not half:
+    if not _is_half(layer, inputs):
         outputs: Tensor = type(layer).forward(layer, inputs)
         return outputs
     change = layer.lora_B[_ADAPTER](layer.lora_A[_ADAPTER](inputs)) * layer.scaling[_ADAPTER]
@@ -106,6 +106,48 @@ def _forward(layer: Any, inputs: Tensor) -> Tensor:
     outputs = flat.unflatten(0, inputs.shape[:-1])
     bias = layer.base_layer.bias
     return outputs if bias is None else outputs + bias.to(outputs.dtype)
+
+
+def _is_half(layer: Any, inputs: Tensor) -> bool:
+    return torch.is_autocast_enabled(inputs.device.type) or layer.weight.dtype.itemsize < 4
+
+
+class _Sized(nn.Module):
+    """A linear layer with an adapter, as `_forward` computes with it."""
+
+    fan_in_fan_out = False  # of fake tensors, `Conv1D`s become layers of the other form
+    scaling: ClassVar = {_ADAPTER: 1.0}
+
+    def __init__(self, layer: Any, *, rank: int) -> None:
+        super().__init__()
+        shape = layer.weight.shape
+        outputs, inputs = shape if isinstance(layer, nn.Linear) else shape[::-1]
+        self.base_layer = nn.Linear(inputs, outputs, layer.bias is not None, dtype=layer.weight.dtype)
+        self.lora_A = nn.ModuleDict({_ADAPTER: nn.Linear(inputs, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({_ADAPTER: nn.Linear(rank, outputs, bias=False)})
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if _is_half(self, inputs):
+            return _forward(self, inputs)
+        changed: Tensor = self.base_layer(inputs) + self.lora_B[_ADAPTER](self.lora_A[_ADAPTER](inputs)) * 1.0
+        return changed
+
+
+def add_sizes(model: Any, settings: LoraSettings) -> None:
+    """Add adapters to a model without content, to count what `add_lora` would add; without peft.
+
+    Raises:
+        ConfigError: as `find_layers`.
+    """
+    layers = find_layers(model, settings.target_modules)
+    model.requires_grad_(False)
+    for name in layers:
+        model.set_submodule(name, _Sized(model.get_submodule(name), rank=settings.rank))
+        model.get_submodule(name).base_layer.requires_grad_(False)
 
 
 def round_frozen(model: Any) -> None:

@@ -78,7 +78,7 @@ def materialize(model: nn.Module, sharded_checkpoint: Mapping[str, Tensor]) -> N
     for name, weight in model.named_parameters():
         if isinstance(weight, DTensor) and weight.is_meta:
             part = DTensor.from_local(
-                sharded_checkpoint[name.replace(".base_layer.", ".")].to(weight.device_mesh.device_type),
+                sharded_checkpoint[name.replace(".base_layer.", ".")].to(weight.device_mesh.device_type, weight.dtype),
                 weight.device_mesh,
                 weight.placements,
                 run_check=False,

@@ -39,9 +39,25 @@ from agentrl.recipe.registry import suggest
 from agentrl.report.folder import ReportConfig
 from agentrl.rollout import RolloutConfig
 from agentrl.rollout.evaluation import EvaluationConfig
+from agentrl.types import AmountOrZero, Count
 
 _MAX_EPISODES = 1_000_000
 """Episodes of a step, or of an evaluation."""
+
+
+class DeploymentConfig(BaseModel):
+    """Processes that `agentrl up` starts and watches, each on GPUs of its own if there are any. Nothing else reads it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    trainers: Count = 1
+    """Processes that train."""
+    servers: AmountOrZero = 0
+    """vLLM servers. 0: the engine is the recipe's."""
+    tensor_parallel: Count = 1
+    """GPUs of each server."""
+    max_restarts: AmountOrZero = 3
+    """Times that the trainers are resumed after a failure; and that a server may fail in a row before it serves."""
 
 
 class Recipe(BaseModel):
@@ -68,6 +84,7 @@ class Recipe(BaseModel):
     train: TrainConfig = TrainConfig()
     evaluation: Annotated[EvaluationConfig, MayChange()] = EvaluationConfig()
     report: Annotated[ReportConfig, MayChange()] = ReportConfig()
+    deployment: Annotated[DeploymentConfig, MayChange()] = DeploymentConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -128,6 +145,10 @@ class Recipe(BaseModel):
             raise ValueError(
                 "rollout.curriculum: judges tasks by their numbers, and env.schedule gives a number another task; use one of "
                 "the two"
+            )
+        if self.agent is not None and getattr(self.engine, "lockstep", None):
+            raise ValueError(
+                "engine.lockstep: waits until every episode has asked, and a program asks when it likes; remove it"
             )
         scheme = load_credit(self.credit, elsewhere=_FIELDS)
         if rollout.group_size == 1:

@@ -340,6 +340,8 @@ class TrainSection(TypedDict, total=False):
     r"""`bfloat16`: autocast over float32 weights."""
     sharding: Literal["none", "full"]
     r"""Sharding over ranks. `none`: each holds all weights (DDP). `full`: weights, gradients and the optimizer's state are sharded (FSDP2)."""
+    offload: Sequence[Literal["optimizer", "weights"]]
+    r"""State that waits in the host's memory, pinned if the device is a GPU; results are the same to the last bit. `optimizer`: moments, which come back for each weight's part of an update alone. `weights`: those of policy and reference while episodes are sampled; useful with `engine.sleep`, or an engine that is not vLLM."""
     process_timeout_s: float
     r"""Longest wait of a rank for the others, in seconds; a year at most."""
     device: Literal["auto", "cpu"]
@@ -385,6 +387,18 @@ class ReportSection(TypedDict, total=False):
     project: str
     r"""Project (MLflow: experiment) of the run in trackers; the run's name is that of its folder."""
 
+class DeploymentSection(TypedDict, total=False):
+    """Processes that `agentrl up` starts and watches, each on GPUs of its own if there are any. Nothing else reads it."""
+
+    trainers: int
+    r"""Processes that train."""
+    servers: int
+    r"""vLLM servers. 0: the engine is the recipe's."""
+    tensor_parallel: int
+    r"""GPUs of each server."""
+    max_restarts: int
+    r"""Times that the trainers are resumed after a failure; and that a server may fail in a row before it serves."""
+
 class Sections(TypedDict, total=False):
     """Everything that defines a run."""
 
@@ -401,3 +415,4 @@ class Sections(TypedDict, total=False):
     train: TrainSection | Mapping[str, Any] | BaseModel
     evaluation: EvaluationSection | Mapping[str, Any] | BaseModel
     report: ReportSection | Mapping[str, Any] | BaseModel
+    deployment: DeploymentSection | Mapping[str, Any] | BaseModel

@@ -183,7 +183,6 @@ class ClientRun:
         self._waiting: deque[AgentCall] = deque()
         """Calls that have no turn yet."""
         self._names: Counter[str] = Counter()
-        self._lines: Counter[int] = Counter()
         self._engine_error: EngineError | None = None
         self._is_over = False
         self._num_running = 0
@@ -214,10 +213,15 @@ class ClientRun:
         client = asyncio.wrap_future(work.future)
         try:
             await self._wait(client)
+            if client.cancelled():  # with all that shared its event loop
+                words = "another coroutine blocked the event loop that all share: write that as `def`"
+                return Crash(words=f"agent {self._program.name}: {words}", fault=Fault(kind="a blocked event loop"))
             return _verdict(client.result())
         except RaisedError as error:
             raised = error.raised
             kind = f"{type(raised).__name__}: {raised.kind}" if isinstance(raised, AgentError) else error.fault.kind
+            if self._answering:  # its next run gets the answers that it did not wait for
+                await asyncio.wait(self._answering)
             return Crash(words=f"agent {self._program.name}: {error.line}", fault=replace(error.fault, kind=kind))
         except TimeoutError:
             return await self._given_up(work)
@@ -328,6 +332,7 @@ class ClientRun:
         except BaseException:
             if call in self._waiting:
                 self._waiting.remove(call)
+                self.calls.remove(call)
                 if call.completion.token_ids:  # another run of the program may ask for it again
                     self._record.partials[call.name] = call.completion
                 self._commit()
@@ -388,6 +393,7 @@ class ClientRun:
         elif placed.kind is tree.Kind.ROOT and placed.number:
             self.counts["new_lines"] += 1
         self.counts["unsaid_thoughts"] += placed.is_unsaid
+        self.counts["ignored_parameters"] += bool(asked.ignored)
         self._program.on_ignored(asked.ignored)
 
     def _line(self, call: AgentCall) -> str:
@@ -547,7 +553,7 @@ class ClientRun:
 
     def counted(self, record: CallRecord) -> dict[str, float]:
         """Return numbers about the calls of the episode."""
-        names = ("forked_calls", "rewritten_calls", "new_lines", "unsaid_thoughts")
+        names = ("forked_calls", "rewritten_calls", "new_lines", "unsaid_thoughts", "ignored_parameters")
         return {
             **{name: float(self.counts[name]) for name in names},
             "unread_calls": float(len(self.undelivered)),

@@ -19,7 +19,7 @@ def evaluate(parts: Parts) -> dict[str, Evaluation]:
         pool = parts.pool.with_config(config, player=env.player, tasks=env.tasks)
         playing = play_evaluation(pool, recipe.evaluation, shard=parts.pool.shard, prefix=env.prefix)
         try:
-            groups = sampled_by_all(parts.pool, parts.runner, playing)
+            groups = sampled_by_all(parts.pool, parts.learner.state, parts.runner, playing)
         finally:
             pool.close()
         warn_of_move(parts, named.id if (named := recipe.evaluation.env.get(env.name)) else recipe.player_id)

@@ -83,7 +83,8 @@ def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepRes
     busy_before_s = parts.engine.busy_s
     with naming_absent_ranks():
         is_replaying = parts.pool.is_replaying
-        own_groups = parts.runner.run(parts.pool.collect())
+        with parts.learner.state.sampling():
+            own_groups = parts.runner.run(parts.pool.collect())
         clock.lap("collect_s")
         warn_of_move(parts, parts.recipe.player_id)
         update = partial(credit_and_update, parts, own_groups, version=step - 1, is_replaying=is_replaying, clock=clock)

@@ -35,7 +35,7 @@ from agentrl.models.moe import cast_experts
 from agentrl.policy.config import LoraSettings
 from agentrl.policy.layout.tree_attention import no_mask
 from agentrl.policy.logprobs import tile_elements
-from agentrl.policy.lora import add_lora, round_frozen
+from agentrl.policy.lora import add_sizes, round_frozen
 from agentrl.policy.model import local_config
 from agentrl.policy.sharded_checkpoint import can_load_sharded
 from agentrl.recipe.config import Recipe
@@ -51,6 +51,8 @@ class Weights(NamedTuple):
     trained: int
     layer: int
     """Weights of the largest layer."""
+    largest: int
+    """Elements of the largest tensor that is trained."""
     outside: int
     """Weights in no layer: embedding and head."""
     embedding: int
@@ -99,6 +101,11 @@ class Sizes:
         """Weights of the model without adapters."""
         return self.weights if self._lora is None else count_weights(self.config, None)
 
+    @cached_property
+    def adapted(self) -> "Sizes":
+        """Counts of the same model with adapters of default size."""
+        return Sizes(self.config, LoraSettings())
+
 
 def count_weights(config: Any, lora: LoraSettings | None) -> Weights:
     """Count the weights of a model by its configuration."""
@@ -112,6 +119,7 @@ def count_weights(config: Any, lora: LoraSettings | None) -> Weights:
         return Weights(
             total=sum(sizes.values()),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            largest=max(p.numel() for p in model.parameters() if p.requires_grad),
             layer=max((sum(layer.values()) for layer in in_layers), default=0),
             outside=sum(sizes[number] for number in outside),
             embedding=embedding.numel() if embedding.requires_grad else 0,
@@ -236,7 +244,7 @@ def _made(config: Any, lora: LoraSettings | None, *, dtype: torch.dtype) -> Iter
         model = name_body(auto_class(config).from_config(config, attn_implementation=_NAME, dtype=dtype).train())
         freeze_towers(model)
         if lora is not None:
-            add_lora(model, lora)
+            add_sizes(model, lora)
             if dtype == torch.bfloat16:
                 round_frozen(model)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -398,33 +406,6 @@ def _live(recipe: Recipe, num_training: int, *, num_engines: int) -> int:
     return min(-(-live // num_engines), getattr(engine, "max_batch_size", None) or live)
 
 
-def remedies(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None = None) -> Iterator[tuple[str, int]]:
-    """Yield changes of single fields that save a training rank at least a fiftieth, and the bytes it then needs.
-
-    The arguments are those of `plan_memory`.
-    """
-    train: Any = recipe.train
-    sizes = model_sizes(recipe) if sizes is None else sizes
-    now = plan_memory(recipe, gpus=gpus, memory=memory, sizes=sizes)[0].total
-    tokens = recipe.rollout.max_context_tokens
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("train.gradient_checkpointing: true", {"gradient_checkpointing": True}),
-        (f"train.max_tokens_per_micro_batch: {tokens}", {"max_tokens_per_micro_batch": tokens}),
-        ("train.precision: bfloat16", {"precision": "bfloat16"}),
-        ("train.sharding: full", {"sharding": "full"}),
-        ("train.optimizer: adamw_8bit", {"optimizer": "adamw_8bit"}),
-        ("train.target_kl: null", {"target_kl": None}),
-    ]
-    for words, change in changes:
-        if all(getattr(train, name) == value for name, value in change.items()):
-            continue
-        if "full" in (train.sharding, change.get("sharding")) and change.get("optimizer", train.optimizer) != "adamw":
-            continue  # no recipe may combine these
-        changed = recipe.model_copy(update={"train": train.model_copy(update=change)})
-        if (total := plan_memory(changed, gpus=gpus, memory=memory, sizes=sizes)[0].total) < 0.98 * now:
-            yield words, total
-
-
 def _half(recipe: Recipe) -> int:
     return _HALF if recipe.train.precision == "bfloat16" else _SINGLE
 
@@ -439,17 +420,23 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
     has_reference = (
         recipe.loss.kl_coefficient > 0 or Need.REFERENCE_LOGPROBS in load_credit(recipe.credit).requirements()
     )
-    uses: dict[str, int] = {
-        "weights": (_SINGLE * counted.trained + (_HALF if _is_rounded(recipe, shards) else _SINGLE) * frozen) // shards,
-        "optimizer": _OPTIMIZER_BYTES[train.optimizer] * counted.trained // shards,
+    away, per_weight = train.offload, _OPTIMIZER_BYTES[train.optimizer]
+    held = {
+        "weights": (_SINGLE * counted.trained + (_HALF if _is_rounded(recipe) else _SINGLE) * frozen) // shards,
         # It shares frozen weights with the policy; but shards have one owner.
-        "reference": _SINGLE * (counted.total if is_sharded else counted.trained) // shards if has_reference else 0,
+        "reference": _reference_bytes(recipe, counted, shards) if has_reference else 0,
     }
-    update = {
+    moments = {"optimizer": per_weight * counted.trained // shards}
+    lasting = ({} if "weights" in away else held) | ({} if "optimizer" in away else moments)
+    of_a_weight: dict[str, int] = (
+        {"optimizer, of one weight": per_weight * counted.largest // shards} if "optimizer" in away else {}
+    )
+    moment = max([*_moments(recipe, sizes, shards), of_a_weight], key=_together)
+    update = held | {
         "gradients": _SINGLE * counted.trained // shards,
         # With a GPU they are in the host's memory.
         "weights before an update": _SINGLE * counted.trained // shards if train.target_kl and not memory else 0,
-        **max(_moments(recipe, sizes, shards), key=_together),
+        **moment,
         "tiles of logits": (_TILES + (logit_map(sizes.config).cap is not None))
         * _SINGLE
         * tile_elements(is_gpu=train.device != "cpu"),
@@ -457,15 +444,22 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
     by_vllm = bool(memory) and num_processes == 1 and isinstance(recipe.engine, VLLMConfig)
     by_vllm = by_vllm and is_reloadable(sizes.config)  # else `auto` takes the other engine
     sampling = {"a pass of sampling": 0 if by_vllm else _sampling_pass(recipe, sizes, num_processes)}
-    at_once = update | sampling if recipe.rollout.samples_during_update else max(update, sampling, key=_together)
-    uses |= at_once
+    vllm = {"vLLM": _vllm(recipe, memory, _VLLM_SHARE)} if by_vllm else {}
+    at_other_times = [held | moments] if is_sharded else []  # at a checkpoint
+    if by_vllm and getattr(recipe.engine, "sleep", False):
+        a_sync = held | {"vLLM": sizes.base.total * _half(recipe)}
+        at_other_times += [lasting | vllm, a_sync]
+    else:
+        lasting |= vllm if by_vllm else _engine(recipe, sizes, num_processes)
     if num_processes > 1 and not is_sharded:
-        uses["gradients, to be averaged"] = _SINGLE * counted.trained  # DDP's buckets
+        lasting["gradients, to be averaged"] = _SINGLE * counted.trained  # DDP's buckets
     if memory:
-        uses["CUDA and kernels"] = _CONTEXT
-    uses |= {"vLLM": _vllm(recipe, memory, _VLLM_SHARE)} if by_vllm else _engine(recipe, sizes, num_processes)
-    cached = _cached_tokens(recipe, sizes, uses["vLLM"]) if "vLLM" in uses else None
+        lasting["CUDA and kernels"] = _CONTEXT
+    together = recipe.rollout.samples_during_update
+    times = [update | sampling] if together else [update, sampling]
+    uses = max((time | lasting for time in [*times, *at_other_times]), key=_together)
     uses = {name: size for name, size in uses.items() if size}
+    cached = _cached_tokens(recipe, sizes, vllm["vLLM"]) if vllm else None
     num_kept = recipe.loss.kept_versions if recipe.loss.anchor == "sampled" else 0
     return ProcessMemory(
         name="training",
@@ -482,9 +476,14 @@ def _together(uses: Mapping[str, int]) -> int:
     return sum(uses.values())
 
 
-def _is_rounded(recipe: Recipe, shards: int) -> bool:
+def _is_rounded(recipe: Recipe) -> bool:
     """Return whether frozen weights are kept in half precision."""
-    return recipe.model.lora is not None and recipe.train.precision == "bfloat16" and shards == 1
+    return recipe.model.lora is not None and recipe.train.precision == "bfloat16"
+
+
+def _reference_bytes(recipe: Recipe, counted: Weights, shards: int) -> int:
+    frozen = (_HALF if _is_rounded(recipe) else _SINGLE) * (counted.total - counted.trained) if shards > 1 else 0
+    return (_SINGLE * counted.trained + frozen) // shards
 
 
 def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, int]]:
@@ -492,7 +491,7 @@ def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, in
     train, counted = recipe.train, sizes.weights
     is_half = train.precision == "bfloat16"
     is_sharded = shards > 1
-    is_rounded = _is_rounded(recipe, shards)
+    is_rounded = _is_rounded(recipe)
     options: dict[str, Any] = {
         "num_tokens": tokens_of_a_pass(recipe),
         "weights": torch.bfloat16 if is_half and (is_sharded or is_rounded) else torch.float32,

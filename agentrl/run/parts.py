@@ -23,7 +23,7 @@ from torch import Tensor
 
 from agentrl.agent.config import AgentConfig
 from agentrl.chat import ChatMLRenderer, Renderer, train_tokenizer
-from agentrl.distributed.processes import from_rank_zero, num_processes, set_deadline
+from agentrl.distributed.processes import from_rank_zero, set_deadline
 from agentrl.engine import Engine, EngineConfig, EngineContext
 from agentrl.engine.base import AdapterEngine, Adapters, IdleEngine, is_half, merging_refused
 from agentrl.env import EnvDescription
@@ -474,7 +474,7 @@ def build_policy(
     Build the engine before: it copies the model without adapters.
     """
     model, is_half = loaded.model, train.precision == "bfloat16"
-    is_rounded = config.lora is not None and is_half and not train.is_sharded(num_processes())
+    is_rounded = config.lora is not None and is_half
     is_whole = not (loaded.sharded_checkpoint or is_rounded)
     if is_whole:
         model.to(device)
@@ -491,7 +491,8 @@ def build_policy(
     layout, warning = from_rank_zero(choose)
     if is_rounded:  # before it goes to the device, which may have no room for it in float32
         round_frozen(model)
-        model.to(device)
+        if not loaded.sharded_checkpoint:
+            model.to(device)
     return PolicyPart(Policy(model, layout=layout, sharded_checkpoint=loaded.sharded_checkpoint), warning)
 
 

@@ -14,6 +14,7 @@ from agentrl.engine.base import AdapterEngine, KeptBase, ReplicatedEngine
 from agentrl.errors import EngineError
 from agentrl.learn.config import TrainConfig
 from agentrl.learn.learner import Learner
+from agentrl.learn.policy_state import PolicyState
 from agentrl.rollout import RolloutPool
 from agentrl.types import Completion, Message, Sampling
 
@@ -30,17 +31,20 @@ class Sample(NamedTuple):
     logprobs: Sequence[float]
 
 
-def sampled_by_all(pool: RolloutPool, runner: asyncio.Runner, sampling: Coroutine[Any, Any, list[T]]) -> list[T]:
+def sampled_by_all(
+    pool: RolloutPool, state: PolicyState, runner: asyncio.Runner, sampling: Coroutine[Any, Any, list[T]]
+) -> list[T]:
     """Sample on this rank's engine, while the other ranks sample on theirs; return the samples of all ranks.
 
     Episodes that a step interrupted continue meanwhile. The engine is paused while other ranks are waited for, so that no
     deadline passes; it stays paused if episodes wait for the next step.
     """
     waits_for_others, continues = num_processes() > 1, pool.context.config.samples_during_update
-    runner.run(pool.resume())
-    sampled = runner.run(sampling)
-    if waits_for_others or not continues:
-        runner.run(pool.pause())
+    with state.sampling():
+        runner.run(pool.resume())
+        sampled = runner.run(sampling)
+        if waits_for_others or not continues:
+            runner.run(pool.pause())
     sampled = all_gather(sampled)
     if waits_for_others and continues:
         runner.run(pool.resume())
@@ -195,7 +199,7 @@ class WeightSync:
         prompt = self._pool.context.renderer.start([_USER], ()) if prompt is None else prompt
         prompt = list(prompt[num - rollout.max_context_tokens :])
         sampling = Sampling(max_tokens=num, stop_token_ids=(), temperature=rollout.temperature, seed=self._seed)
-        completions = sampled_by_all(self._pool, self._runner, self._sample(prompt, sampling))
+        completions = sampled_by_all(self._pool, self._learner.state, self._runner, self._sample(prompt, sampling))
         return [Sample(prompt, completion.token_ids, completion.logprobs) for completion in completions]
 
     def _differences(self, samples: Iterable[Sample]) -> list[float]:

@@ -218,6 +218,25 @@ def test_requests_are_admitted_in_the_order_of_their_arrival() -> None:
     assert order.index("z") <= 2  # not after all that a and b ask for
 
 
+def test_a_group_computes_its_prompt_once_and_samples_as_if_alone() -> None:
+    model = make_model(dtype=torch.float64)
+    counts = counted_tokens(model)
+    engine = make_engine(model)
+
+    async def ask(numbers: Sequence[int]) -> list[Completion]:
+        return await asyncio.gather(
+            *(engine.generate(prompt(n % 2, length=50), sampling(3, seed=n), f"e{n}") for n in numbers)
+        )
+
+    together = run(ask(range(8)))
+    assert counts == [100, 6, 8, 8]
+    assert [done.num_cached_tokens for done in together] == [0, 0] + [49] * 6
+    alone = [run(ask([number]))[0] for number in range(8)]
+    assert [done.token_ids for done in together] == [done.token_ids for done in alone]
+    found, expected = ([done.logprobs for done in each] for each in (together, alone))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
 def test_a_later_turn_computes_only_what_is_new() -> None:
     model = make_model()
     counts = counted_tokens(model)

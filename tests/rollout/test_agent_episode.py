@@ -244,7 +244,7 @@ def test_a_prompt_that_is_too_long_can_be_made_shorter(new_table: Callable[..., 
         await ask(client, [user("summary")])
         return 1.0
 
-    for trajectory in asyncio.run(new_table(compacts).episodes()):
+    for trajectory in asyncio.run(new_table(compacts, rollout={"max_turns": 2}).episodes()):
         assert [turn.observation[-1]["content"] for turn in trajectory.turns][1] == "summary"
         assert trajectory.reward == 1.0
 
@@ -286,6 +286,32 @@ def test_a_program_that_fails_once_is_run_again_on_the_same_answers(new_table: C
     assert not table.faults
 
 
+def test_an_answer_that_a_failing_program_did_not_wait_for_is_there_for_its_next_run(
+    new_table: Callable[..., Table],
+) -> None:
+    runs: list[int] = []
+
+    async def leaves(task: dict[str, Any], session: Any) -> float:
+        runs.append(1)
+        asking = asyncio.create_task(ask(client_of(session), [user("slow")]))
+        if len(runs) == 1:
+            await asyncio.sleep(0.5)
+            raise KeyError("price")
+        await asking
+        return 1.0
+
+    table = new_table(leaves, rollout={"group_size": 1})
+
+    async def play() -> Trajectory:
+        table.engine.held["slow"] = held = asyncio.Event()
+        asyncio.get_running_loop().call_later(1.5, held.set)
+        (trajectory,) = await table.episodes()
+        return trajectory
+
+    assert asyncio.run(play()).reward == 1.0
+    assert len(table.engine.asked) == 1
+
+
 def test_another_failure_is_a_fault_and_the_episode_begins_again(new_table: Callable[..., Table]) -> None:
     function = fails_with(KeyError("price"), OSError("disk"), None)
     table = new_table(function, rollout={"group_size": 1})
@@ -305,6 +331,18 @@ def test_a_program_that_hangs_is_given_up(new_table: Callable[..., Table]) -> No
     (trajectory,) = asyncio.run(table.episodes())
     assert trajectory.stop_reason is StopReason.AGENT_ERROR
     assert "agent.timeout_s: 0.5" in str(trajectory.error)
+
+
+def test_a_coroutine_that_blocks_is_told_to_be_a_function(new_table: Callable[..., Table]) -> None:
+    async def blocks(task: dict[str, Any], session: Any) -> float:
+        await ask(client_of(session), [user(task["question"])])
+        time.sleep(4)
+        return 1.0
+
+    table = new_table(blocks, rollout={"group_size": 1}, timeout_s=0.5)
+    (trajectory,) = asyncio.run(table.episodes())
+    assert trajectory.stop_reason is StopReason.AGENT_ERROR
+    assert "write it as `def`" in str(trajectory.error)
 
 
 def test_a_slow_answer_is_no_silence(new_table: Callable[..., Table]) -> None:

@@ -55,11 +55,11 @@ def test_a_run_trains_on_the_calls_of_a_program_and_is_resumed(tmp_path: Path) -
 @each(
     ("changes", "words"),
     [
-        ({"env": {"id": "corridor"}}, "agent: it plays in place of env"),
         ({"warmup": {"steps": 3}}, r"warmup\.steps: a program has no oracle"),
         ({"agent": {"run": "json:no_such"}}, r"agent\.run"),
         ({"agent": {"tasks": {"prompt": "text"}}}, r"agent\.tasks: .* no column 'text'"),
-        ({"agent": {"reward": "exact_mach"}}, r"exact_match"),
+        ({"agent": {"reward": "exact_mach"}}, r"^agent\.rewards\[0\].*exact_match"),
+        ({"engine": {"lockstep": True}}, r"engine\.lockstep"),
         ({"credit": {"scheme": "gigpo"}}, "state_keys"),
     ],
 )
@@ -67,3 +67,10 @@ def test_what_a_program_cannot_do_is_refused(changes: dict[str, Any], words: str
     with pytest.raises(UserError, match=words):
         train(settings(tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_has_a_program_or_an_environment() -> None:
+    agent = {"run": f"{__name__}:counts_to_two", "tasks": ROWS}
+    with pytest.raises(UserError, match="agent: it plays in place of env"):
+        load_recipe({"agent": agent, "env": {"id": "corridor"}})
+    assert load_recipe({"agent": agent}, changes={"env": {"id": "corridor"}}).agent is None

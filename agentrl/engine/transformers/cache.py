@@ -93,6 +93,13 @@ class RaggedCache(Cache):
         """Return the number of positions attended to."""
         return self._length
 
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first positions of a row's keys and values to another row."""
+        for layers in (self._keys_RYLD, self._values_RYLD):
+            for cached_RYLD in layers.values():
+                cached_RYLD[target, :, :length] = cached_RYLD[source, :, :length]
+
     def reserve(self, length: int) -> None:
         """Make room for rows of this length, in one step."""
         if length <= self._capacity:

@@ -233,6 +233,8 @@ class TransformersEngine(BatchedEngine):
     def _admit(self, waiting: list[Request]) -> None:
         """Give waiting requests a row, and compute their prompts in batches that fit the prefill budget."""
         admitted: list[_Row] = []
+        twins: list[tuple[_Row, _Row]] = []  # rows whose prompt another one computes, as in a group's first turn
+        first_by_prompt: dict[tuple[int, ...], _Row] = {}
         for request in waiting:
             row = self._find_row(request)
             if row is None:
@@ -249,7 +251,11 @@ class TransformersEngine(BatchedEngine):
             row.request = request
             row.last_used = self._step
             row.uniforms = uniforms(request.sampling.seed, len(request.prompt_ids), request.sampling.max_tokens)
-            admitted.append(row)
+            first = row if known else first_by_prompt.setdefault(tuple(request.prompt_ids), row)
+            if first is row or self._is_recurrent or self._experts is not None:
+                admitted.append(row)
+            else:
+                twins.append((row, first))
         admitted.sort(key=lambda row: (len(_missing_ids(row)), row.index))
         while admitted:
             num_queries, length = len(_missing_ids(admitted[-1])), max(map(_length, admitted))
@@ -260,6 +266,13 @@ class TransformersEngine(BatchedEngine):
             if count < 1:  # a long prompt, alone
                 self._prefill(*batch)
             self._forward(batch)
+        for row, first in twins:
+            assert row.request is not None
+            row.cached_ids = row.request.prompt_ids[:-1]
+            row.request.num_cached_tokens = len(row.cached_ids)
+            self._cache.copy(first.index, row.index, len(row.cached_ids))
+        if twins:
+            self._forward([row for row, _ in twins])
 
     @torch.inference_mode()
     def _prefill(self, row: _Row) -> None:

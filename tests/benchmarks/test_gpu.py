@@ -1,0 +1,29 @@
+"""`benchmarks.gpu short` runs on a CPU, within its time."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
+
+def lines(minutes: float) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "benchmarks.gpu", "short", "--device", "cpu", "--minutes", str(minutes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_each_part_prints_what_it_found() -> None:
+    first, *steps = lines(9)
+    assert first["part"] == "trace of 0.6B, 16k"
+    assert first["aten_calls"] > 1000
+    assert first["host_reads"] > 0
+    assert {line["part"] for line in steps} >= {"step of 0.6B, 16k", "step of 8B-lora", "step of 8B-lora, packed"}
+    assert all(line["tokens_per_s"] > 0 for line in steps)
+
+
+def test_parts_for_which_there_is_no_time_say_so() -> None:
+    assert {line["said"] for line in lines(0)} == {"no time left"}
