@@ -56,7 +56,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     train = agentrl.train
 
     def train_little(*given: Any, **options: Any) -> Any:
-        return train(*given, **{**options, "overrides": [*options.get("overrides", ()), *SMALLER]})
+        no_warmup = ["--warmup.steps", "0"] if "agent" in options else []
+        return train(*given, **{**options, "overrides": [*options.get("overrides", ()), *SMALLER, *no_warmup]})
 
     monkeypatch.setattr(agentrl, "train", train_little)
     before = set(sys.modules)

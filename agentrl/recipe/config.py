@@ -183,7 +183,7 @@ def _fill_in_agent(data: dict[str, Any]) -> None:
     if data.get("env") not in (None, {}, EnvConfig(), EnvConfig().model_dump(mode="json")):
         raise ConfigError("agent: it plays in place of env; remove one of them")
     if isinstance(given := data.get("warmup", {}), Mapping):
-        if given.get("steps") and given.get("dialogues") is None:
+        if str(given.get("steps") or 0) != "0" and given.get("dialogues") is None:  # text, from the command line
             raise ConfigError(
                 "warmup.steps: a program has no oracle() that could be shown; set warmup.dialogues, or steps to 0"
             )
