@@ -37,5 +37,6 @@ async def solve(task: dict[str, Any], session: Any) -> dict[str, Any]:
             success = (message.content or "").strip() == task["answer"]
             return {"reward": float(success), "success": success}
         for call in message.tool_calls:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": calc(call.function.arguments)})
+            result = calc(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return {"reward": 0.0, "success": False}

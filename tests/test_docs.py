@@ -37,7 +37,7 @@ def test_every_block_says_what_it_is_and_few_are_not_run() -> None:
     known = {"python", "yaml", "json", "bash", "text"}
     assert [f"{name}:{block.line}" for name, block in found if block.language not in known] == []
     assert sum(page.read_text(encoding="utf-8").count("\n```") for page in PAGES) == 2 * len(found), "one is not seen"
-    assert len([block for _, block in found if block.not_run]) <= 4
+    assert len([block for _, block in found if block.not_run]) <= 5
 
 
 @pytest.fixture(scope="module")

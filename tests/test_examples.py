@@ -3,6 +3,7 @@
 The sizes take seconds.
 """
 
+import importlib
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+import agentrl
 from agentrl import TrainedRun
 from examples.guess import Guess
 from tests.support.base_environment import make_base_environment
@@ -59,7 +61,7 @@ def newest(folder: Path) -> TrainedRun:
 def test_every_script_is_here_and_short() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     for script in EXAMPLES.glob("*.py"):
-        assert f'"{script.stem}"' in source or script.stem in ("color_rewards", "guess", "own_loop")
+        assert f'"{script.stem}"' in source or script.stem in ("agent", "color_rewards", "guess", "own_loop")
         assert len(script.read_text(encoding="utf-8").splitlines()) <= 80
 
 
@@ -159,3 +161,31 @@ def test_several_processes_end_with_the_script(folder: Path, how: signal.Signals
     script.send_signal(how)
     assert script.wait(timeout=120) != 0
     assert psutil.wait_procs(others, timeout=120)[1] == []
+
+
+def test_the_agent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openai")  # an agent brings its own SDK
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    small = [
+        *SMALL_OPTIONS,
+        "--warmup.steps",
+        "0",
+        "--train.precision",
+        "float32",
+        "--rollout.max_context_tokens",
+        "1024",
+    ]
+    trained = agentrl.train("examples/agent.yaml", quiet=True, overrides=["--model.name_or_path", "null", *small])
+    assert trained.recipe.player_id == "examples.agent:solve"
+    assert trained.metrics[-1]["stop/terminated"] == 1.0
+    told = [turn.observation[0]["content"] for turn in trained.trajectories()[0].trajectories[0].turns[:1]]
+    assert re.fullmatch(r"What is \(.*\) . \d+\? Answer with the number alone.", str(told[0]))
+
+
+def test_the_tool_of_the_agent_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openai")
+    monkeypatch.syspath_prepend(str(EXAMPLES.parent))
+    calc = importlib.import_module("examples.agent").calc
+    assert calc('{"a": 7, "operator": "*", "b": 6}') == "42"
+    assert calc('{"a": 7}').startswith("Error: KeyError")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 
@@ -347,3 +348,42 @@ def test_a_run_is_named_after_its_recipe_or_else_after_its_environment() -> None
     assert name("calculator", env=GUESS) == name({}, env=GUESS) == "Guess"
     assert name("calculator", env="key_door") == name(None, env="key_door") == "key_door"
     assert name(None, env="agentrl/Bisect-v0") == "agentrl-Bisect-v0"
+
+
+def test_an_agent_is_a_function_with_a_list_of_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def solve(task: dict[str, Any], session: Any) -> float:
+        body = {"model": "policy", "messages": [{"role": "user", "content": task["question"]}]}
+        async with httpx2.AsyncClient(base_url=session.base_url) as client:
+            response = await client.post(
+                "chat/completions", json=body, headers={"Authorization": f"Bearer {session.api_key}"}
+            )
+        return float(len(response.json()["choices"][0]["message"]["content"]))
+
+    rows = [{"question": f"q{i}"} for i in range(8)]
+    trained = agentrl.train(agent=solve, tasks=rows, run_dir=tmp_path / "run", quiet=True, **TINY)
+    agent = trained.recipe.agent
+    assert agent is not None
+    assert agent.tasks.tasks == rows
+    assert [turn.extends for group in trained.trajectories() for t in group.trajectories for turn in t.turns] == [
+        True
+    ] * 4
+    assert trained.evaluate().metrics["episodes"] == 1.0
+    assert agentrl.play(model=trained.path).rewards[0] >= 0
+
+
+def test_an_agent_takes_the_place_of_what_played(tmp_path: Path) -> None:
+    def changed(former: dict[str, Any], *overrides: str, **changes: Any) -> Any:
+        return load_recipe({**former, "model": {"local": SIZES}}, overrides, changes=changes)
+
+    tasks = {"tasks": [{"question": "q"}]}
+    by_function = {"agent": {"run": "my:solve", "tasks": tasks}}
+    by_command = {"agent": {"command": ["true"], "files": str(tmp_path), "check": ["true"], "tasks": tasks}}
+    assert changed({"env": {"id": "corridor", "options": {"length": 3}}}, **by_function).player_id == "my:solve"
+    assert changed(by_function, "--agent.run", "other:solve").agent.tasks.tasks == tasks["tasks"]
+    assert changed(by_command, agent={"run": "my:solve"}).agent.check == ()
+    assert changed(by_command, agent={"command": ["false"]}).agent.check == ("true",)
+    assert changed(by_function, "--env.id", "corridor").agent is None
+    with pytest.raises(ConfigError, match="agent: it plays in place of env"):
+        load_recipe({"env": {"id": "corridor"}, **by_function})

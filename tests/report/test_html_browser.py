@@ -279,6 +279,34 @@ def test_groups_stand_side_by_side_and_forks_as_a_tree(report: Path, open_page: 
     assert tree.count() == 2  # the three short members said the same, too
 
 
+def test_the_calls_of_an_agent_are_drawn_as_lines(tmp_path: Path, open_page: Open) -> None:
+    first = turn([{"role": "user", "content": "1 + 1?"}], ["two"], [1.0])
+    asks = {
+        "continues": {"ignored": {"temperature": "0.3"}},
+        "forks": {"call": "forks"},
+        "rewrites": {"call": "rewrites", "difference": "message 1: two became <b>three</b>"},
+        "root": {"call": "root"},
+    }
+    turns = [first.model_copy(update={"extras": extras}) for extras in asks.values()]
+    turns[1] = turns[1].model_copy(update={"parent": 0})
+    turns[2] = turns[2].model_copy(update={"parent": 0, "extends": False})
+    turns[3] = turns[3].model_copy(update={"agent": "writer", "extends": False})
+    shown = record(first, *turns)
+    run = make_run(tmp_path / "run", seed=0, rollouts=[shown.model_copy(update={"step": 3})])
+    page = open_page(write_report([run.path], tmp_path / "page.html")).page
+    page.get_by_role("tab", name="Rollouts").click()
+    rows = page.get_by_role("table", name="Calls of the agent").get_by_role("row")
+    told = [row.inner_text() for row in rows.all()]
+    assert [line in row for line, row in zip(_RELATIONS, told, strict=True)] == [True] * 5, told
+    assert "not taken over: temperature: 0.3" in told[1]
+    assert "message 1: two became <b>three</b>" in told[3]
+    lanes = [[cell.inner_text() for cell in row.locator("td.lane").all()] for row in rows.all()]
+    assert lanes == [["1", ""], ["2", ""], ["3", ""], ["4", ""], ["", "5"]]
+
+
+_RELATIONS = ("begins a line", "continues turn 1", "forks from turn 1", "rewrites turn 1", "writer · begins a line")
+
+
 def test_a_group_that_never_began_is_seen(tmp_path: Path, open_page: Open) -> None:
     failed = [
         member(number, reward=0.0, turns=[], stop_reason=StopReason.ENV_ERROR, error="burnt") for number in (0, 1)
