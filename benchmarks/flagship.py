@@ -126,9 +126,7 @@ def by_arm(known: dict[Job, Result]) -> dict[str, dict[int, Result]]:
 
 def tell(known: dict[Job, Result]) -> None:
     arms = {arm: results for arm, results in by_arm(known).items() if results}
-    print(
-        "| ratio | credit | seeds | start | end, each seed | end | area | seconds a step, median |"
-    )
+    print("| ratio | credit | seeds | start | end, each seed | end | area | seconds a step, median |")
     print("|---|---|---|---|---|---|---|---|")
     for arm, results in arms.items():
         found = list(results.values())
