@@ -227,7 +227,11 @@ def main() -> None:
             plot(known, options.plot)
         return
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    jobs = [Job(*arm.split("/"), seed=seed) for seed, arm in product(options.seeds, options.arms)]
+    jobs = [
+        Job(ratio, credit, seed)
+        for seed, arm in product(options.seeds, options.arms)
+        for ratio, credit in [arm.split("/")]
+    ]
     run(options.out, jobs, num_jobs=options.jobs, runs=options.runs, more=more)
 
 
