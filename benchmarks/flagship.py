@@ -227,8 +227,11 @@ def main() -> None:
             plot(known, options.plot)
         return
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    arms = [arm.split("/") for arm in options.arms]
-    jobs = [Job(algorithm, credit, seed) for seed, (algorithm, credit) in product(options.seeds, arms)]
+    jobs = [
+        Job(ratio, credit, seed)
+        for seed, arm in product(options.seeds, options.arms)
+        for ratio, credit in [arm.split("/")]
+    ]
     run(options.out, jobs, num_jobs=options.jobs, runs=options.runs, more=more)
 
 

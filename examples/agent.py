@@ -25,7 +25,7 @@ def calc(arguments: str) -> str:
 
 
 async def solve(task: dict[str, Any], session: Any) -> dict[str, Any]:
-    client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+    client: Any = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
     messages: list[Any] = [{"role": "user", "content": f"{task['question']} Answer with the number alone."}]
     for _ in range(4):
         answer = await client.chat.completions.create(

@@ -264,7 +264,7 @@ def test_a_reference_is_counted_wherever_a_run_keeps_one(tmp_path: Path) -> None
     assert reference() == 0
     assert reference(*kl) == pytest.approx(4 * plain.total, rel=1e-6)
     assert reference(credit={"scheme": "distill", "teacher": "reference"}) == reference(*kl)
-    assert reference(*lora, *kl) == pytest.approx(4 * adapted.total, rel=1e-6)  # shards have one owner
+    assert reference(*lora, *kl) == pytest.approx(2 * adapted.total + 2 * adapted.trained, rel=1e-6)  # frozen: half
     assert reference(*lora, *kl, "--train.sharding", "none") == 6 * 4 * adapted.trained
 
 

@@ -89,10 +89,10 @@ def _short(options: argparse.Namespace) -> list[str]:
     return found
 
 
-def _env_ids(config: Any, found: "Mapping[str, Evaluation]") -> dict[str, str]:
+def _env_ids(config: Any, own: str, found: "Mapping[str, Evaluation]") -> dict[str, str]:
     """Return the environment of each evaluation, by the prefix of its metrics."""
     envs = {f"eval/{name}/" if name else "eval/": env.id for name, env in config.evaluation.env.items()}
-    return {prefix: envs.get(prefix, config.player_id) for prefix in found}
+    return {prefix: envs.get(prefix, own) for prefix in found}
 
 
 def _of_weights(
@@ -110,7 +110,7 @@ def _of_weights(
         dialogues = new_dialogue_file(str(recipe.player_id), options.target.stem if target else options.model)
     with announced_by(lambda words: console.print(f"{words} ...")):
         found, path = evaluated(recipe, run_dir, console=console, dialogues=dialogues)
-    return found, _env_ids(recipe, found), None if path is None else Path(shown(path))
+    return found, _env_ids(recipe, recipe.player_id, found), None if path is None else Path(shown(path))
 
 
 def _is_env(target: Path) -> bool:
@@ -144,7 +144,7 @@ def _at_endpoint(
 
     found = evaluated_at_endpoint(playing, model, console=console, on_end=on_end)
     console.print(counter.usage(has_prices=prices is not None))
-    return found, _env_ids(playing, found), file
+    return found, _env_ids(playing, playing.env.id, found), file
 
 
 class _Counter:

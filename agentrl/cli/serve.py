@@ -19,7 +19,6 @@ import psutil
 
 from agentrl.api.target import load, name_of
 from agentrl.cli.commands import OVERRIDING, Commands
-from agentrl.compare.runner import start, visible_gpus
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.report.terminal import Console
 from agentrl.run.launch import USER_MISTAKE
@@ -129,6 +128,7 @@ def _up(options: argparse.Namespace, rest: list[str]) -> None:
         print(batch_file(name, command, deployment, run_dir=where.format(name=name), **numbers), end="")
         return
     from agentrl.api.training import with_run_dir
+    from agentrl.compare.runner import visible_gpus
 
     recipe = with_run_dir(recipe, run_dir, name=name_of(options.target, recipe))
     assert recipe.run_dir is not None
@@ -171,6 +171,13 @@ def _without_run_dir(words: Sequence[str]) -> list[str]:
             kept.append(word)
         is_value = word == "--run_dir"
     return kept
+
+
+def start(*arguments: Any, **options: Any) -> Any:
+    """Start a command; see `agentrl.compare.runner.start`, which loads torch."""
+    from agentrl.compare.runner import start as begin
+
+    return begin(*arguments, **options)
 
 
 class Member:

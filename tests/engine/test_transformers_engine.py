@@ -233,8 +233,8 @@ def test_a_group_computes_its_prompt_once_and_samples_as_if_alone() -> None:
     assert [done.num_cached_tokens for done in together] == [0, 0] + [49] * 6
     alone = [run(ask([number]))[0] for number in range(8)]
     assert [done.token_ids for done in together] == [done.token_ids for done in alone]
-    found, expected = ([done.logprobs for done in each] for each in (together, alone))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    ours, others = ([done.logprobs for done in each] for each in (together, alone))
+    np.testing.assert_allclose(ours, others, rtol=0, atol=1e-12)
 
 
 def test_a_later_turn_computes_only_what_is_new() -> None:
