@@ -51,7 +51,7 @@ def test_weights_are_counted_as_a_model_has_them(name: str, lora: LoraSettings |
 @each(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("Qwen3", "Qwen3.5", "gpt-oss") else pytest.mark.slow)
+        pytest.param(name, marks=[] if name in ("Qwen3", "gpt-oss") else pytest.mark.slow)
         for name in ARCHITECTURES
     ],
 )
@@ -115,6 +115,7 @@ def test_groups_that_cannot_be_dealt_out_are_refused_by_a_plan(capsys: pytest.Ca
     assert "6 cannot be dealt out to 4 processes" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_model_without_attention_has_room_for_any_number_of_tokens(tmp_path: Path) -> None:
     config = tiny_model("Qwen3.5", vocab_size=97).config
@@ -149,11 +150,9 @@ def test_what_a_pass_keeps_is_counted(name: str, checkpointing: bool) -> None:
     assert counted.rest + counted.layer * model.config.num_hidden_layers == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "how",
-    ["vocabulary checkpointing", pytest.param("vocabulary fsdp checkpointing", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("how", ["vocabulary checkpointing", "vocabulary fsdp checkpointing"])
 def test_what_updates_take_with_a_large_vocabulary_is_counted(how: str) -> None:
     (case,) = (case for case in CASES if case.how == how and case.vocab_size == 32768)
     planned, measured = planned_and_measured(case)
@@ -268,6 +267,7 @@ def test_a_reference_is_counted_wherever_a_run_keeps_one(tmp_path: Path) -> None
     assert reference(*lora, *kl, "--train.sharding", "none") == 6 * 4 * adapted.trained
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_plan_says_that_episodes_with_rewritten_history_may_take_more(tmp_path: Path) -> None:
     model = ["--model.name_or_path", str(folder_of("0.6B", tmp_path)), "--train.max_tokens_per_micro_batch", "8192"]

@@ -16,6 +16,7 @@ from agentrl_envs.adapters.verifiers import Worker
 from tests.support.small_options import SMALL_OPTIONS
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_every_module_is_imported_and_the_default_recipe_trained_and_resumed_without_what_windows_lacks(
     tmp_path: Path,

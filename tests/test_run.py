@@ -81,7 +81,7 @@ def test_a_cold_start_on_a_file_of_dialogues_needs_no_oracle(tmp_path: Path) -> 
     assert actions.count("Well.") >= 3
 
 
-@each("mode", ["sync", "partial", "async"])
+@each("mode", [pytest.param("sync", marks=pytest.mark.slow), "partial", pytest.param("async", marks=pytest.mark.slow)])
 def test_updates_of_a_mixture_take_the_experts_that_the_engine_chose(mode: str, tmp_path: Path) -> None:
     name = hugging_face_folder(tmp_path / "model", rewrites=False)
     sizes: dict[str, Any] = {
@@ -171,6 +171,7 @@ def train_adapters(precision: str, tmp_path: Path) -> None:
     assert not all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_what_a_merge_in_half_precision_loses_is_asked_for_and_measured(tmp_path: Path) -> None:
     in_process(partial(merge_adapters, tmp_path))
 
@@ -425,6 +426,7 @@ def test_a_run_that_has_lost_its_checkpoints_is_not_restarted_in_silence(tmp_pat
     assert folder.metrics() == rows
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_nothing_says_so_once_and_ends_where_the_recipe_wants_it(tmp_path: Path) -> None:
     told: list[str] = []
 
@@ -494,6 +496,7 @@ def test_a_run_whose_policy_collapsed_goes_back_once_with_half_the_rate(tmp_path
     assert len(by_recipe(open_runs(folders))) == 1
 
 
+@pytest.mark.slow
 def test_a_second_collapse_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"^step \d+, train\.on_collapse: stop: the policy has collapsed") as caught:
         agentrl.train(fallen(tmp_path, until=9999, on_collapse="rewind"))
@@ -502,6 +505,7 @@ def test_a_second_collapse_ends_the_run(tmp_path: Path) -> None:
     assert "half the learning rate, 0.0005" in warning.words
 
 
+@pytest.mark.slow
 def test_without_an_earlier_checkpoint_a_collapse_ends_the_run(tmp_path: Path) -> None:
     agentrl.train(fallen(tmp_path, until=9999, steps=9, checkpoint_every=1, keep_last=1))
     resumed = ["--train.steps", "14", "--train.on_collapse", "rewind", "--train.keep_last", "9"]

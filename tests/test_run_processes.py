@@ -107,6 +107,7 @@ def ids(run: Path) -> dict[str, list[list[int]]]:
     }
 
 
+@pytest.mark.slow
 def test_episodes_under_way_in_each_process_survive_and_weights_may_be_shared_out(tmp_path: Path) -> None:
     recipe = written(tmp_path, rollout={"mode": "partial", "max_live_episodes": 6}, train={"sharding": "full"})
     run = tmp_path / "run"
@@ -181,6 +182,7 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     assert errors == f"agentrl: --port: something else listens on {port}; name a port that is free\n"
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_as_many_processes_as_it_started_with(tmp_path: Path) -> None:
     run = tmp_path / "run"
     Command("train", written(tmp_path), "--run_dir", run, "--train.steps", 1).finish()

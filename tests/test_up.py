@@ -113,6 +113,7 @@ def workers(process: Command) -> list[psutil.Process]:
     return [each for each in family(process) if each.is_running() and "train" in each.cmdline()]
 
 
+@pytest.mark.slow
 def test_two_trainers_are_resumed_after_any_of_them_is_killed_and_end_with_the_command(tmp_path: Path) -> None:
     recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
     deployment = {"trainers": 2, "max_restarts": 2}

@@ -133,6 +133,7 @@ def test_no_string_becomes_a_control_token_of_chatml() -> None:
     check(ChatMLConfig().build(made), made, template="", one_by_one=True)
 
 
+@pytest.mark.slow
 def test_no_string_becomes_a_control_token_of_chatml_that_a_foreign_tokenizer_has() -> None:
     made = family_tokenizer("qwen3")
     check(ChatMLConfig().build(made), made, template="<tool_call></tool_call><think></think>", one_by_one=True)

@@ -185,6 +185,7 @@ class MyEnv(KeyDoor):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_runs_that_began_with_other_code_are_not_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -225,6 +225,7 @@ def test_values_come_to_explain_returns_that_depend_on_the_prompt(
     assert history[-1]["critic/loss"] < 0.1 * history[0]["critic/loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_value_after_a_cut_is_what_was_still_ahead() -> None:
     policy = new_policy(sizes=TINY)

@@ -130,6 +130,7 @@ def adapted(folder: Path, is_rounded: bool, offload: tuple[str, ...], is_resumed
     return metrics, trained
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_shards_of_rounded_frozen_weights_and_offload_change_nothing(tmp_path: Path) -> None:
     plain, resumed = [], []
