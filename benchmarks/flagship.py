@@ -1,4 +1,4 @@
-"""The flagship: a real chat model learns a game of several turns (`examples/guess.yaml`), with four losses and credits.
+"""The flagship: a real chat model learns a game of several turns (`examples/treasure.yaml`), with four losses and credits.
 
     python -m benchmarks.flagship run --out FILE [--seeds 0 1 2] [--arms ...] [--jobs 1] [--runs FOLDER]
     python -m benchmarks.flagship tell --out FILE [--plot FILE.svg]
@@ -33,7 +33,7 @@ from benchmarks.cells import sign_flip_p
 from benchmarks.evidence import Result, area, at_the_end, figures, mean_and_error
 from benchmarks.result_lines import ROOT, append_line, read_lines
 
-RECIPE = "examples/guess.yaml"
+RECIPE = "examples/treasure.yaml"
 RATIOS = {
     "grpo": ["--loss.algorithm", "grpo"],
     "gspo_token": ["--loss.algorithm", "gspo_token", "--loss.clip_by_length", "8000"],

@@ -18,7 +18,7 @@ import pytest
 
 import agentrl
 from agentrl import TrainedRun
-from examples.guess import Guess
+from examples.treasure import Treasure
 from tests.support.base_environment import make_base_environment
 from tests.support.small_options import SMALL_OPTIONS
 from tests.support.threads import wait_until
@@ -61,23 +61,24 @@ def newest(folder: Path) -> TrainedRun:
 def test_every_script_is_here_and_short() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     for script in EXAMPLES.glob("*.py"):
-        assert f'"{script.stem}"' in source or script.stem in ("agent", "color_rewards", "guess", "own_loop")
+        assert f'"{script.stem}"' in source or script.stem in ("agent", "color_rewards", "own_loop", "treasure")
         assert len(script.read_text(encoding="utf-8").splitlines()) <= 80
 
 
-def test_halving_wins_the_game_of_guess_py_and_evaluation_has_other_ranges() -> None:
-    env, starts = Guess(), {"train": set[int](), "eval": set[int]()}
-    for seed, split in product(range(30), starts):
+def test_the_shortest_way_leads_to_the_treasure_and_evaluation_has_other_mazes() -> None:
+    env, mazes = Treasure(), {"train": set[int](), "eval": set[int]()}
+    for seed, split in product(range(30), mazes):
         env.reset(seed=seed, options={"split": split})
-        starts[split].add(env.low)
+        mazes[split].add(env.maze)
+        num_moves = env.distance[env.position]
         rewards: list[float] = []
         is_over, info = False, dict[str, Any]()
         while not is_over:
             _, reward, is_over, _, info = env.step(env.oracle())
             rewards.append(reward)
         assert info["success"]
-        assert rewards == [0.25] * (len(rewards) - 1) + [1.0]
-    assert not starts["train"] & starts["eval"]
+        assert rewards == pytest.approx([0.1] * (num_moves - 1) + [1.1])
+    assert not mazes["train"] & mazes["eval"]
 
 
 def test_extras_are_not_there(folder: Path) -> None:
