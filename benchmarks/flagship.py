@@ -1,4 +1,4 @@
-"""The flagship: a real chat model learns a game of several turns (`examples/treasure.yaml`), with four losses and credits.
+"""The flagship: a real chat model learns to find treasures in mazes (`examples/treasure.yaml`), with four losses and credits.
 
     python -m benchmarks.flagship run --out FILE [--seeds 0 1 2] [--arms ...] [--jobs 1] [--runs FOLDER]
     python -m benchmarks.flagship tell --out FILE [--plot FILE.svg]
@@ -200,7 +200,7 @@ def plot(known: dict[Job, Result], path: Path) -> None:
     axis.annotate(
         f"{mean[-1]:.0f} %", (at[-1], mean[-1]), ha="left", va="center", xytext=(8, 0), textcoords="offset points"
     )
-    axis.set(xlabel="training step", ylabel="held-out games won, %", ylim=(0, 100), xlim=(0, at[-1] * 1.08), xticks=at)
+    axis.set(xlabel="training step", ylabel="treasures found in other mazes, %", ylim=(0, 100), xlim=(0, at[-1] * 1.08), xticks=at)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
