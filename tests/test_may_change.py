@@ -22,7 +22,7 @@ MARKED = {
         "train.stop_on",
         "train.layout",
     ),
-    *("train.max_tokens_per_micro_batch", "train.process_timeout_s", "train.gradient_checkpointing"),
+    *("train.max_tokens_per_micro_batch", "train.process_timeout_s", "train.gradient_checkpointing", "train.compile"),
 }
 
 

@@ -35,6 +35,7 @@ from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.tokens import rows_of
 from agentrl.models.auto_classes import fix_frequencies, freeze_towers
 from agentrl.models.moe import experts_of
+from agentrl.policy.compiled import compile_layers
 from agentrl.policy.config import Layout, LoraSettings, ModelConfig
 from agentrl.policy.layout import check_head, choose_layout
 from agentrl.policy.lora import add_lora, find_layers, round_frozen
@@ -493,6 +494,8 @@ def build_policy(
         round_frozen(model)
         if not loaded.sharded_checkpoint:
             model.to(device)
+    if train.compile == "layers":
+        compile_layers(model, device)
     return PolicyPart(Policy(model, layout=layout, sharded_checkpoint=loaded.sharded_checkpoint), warning)
 
 
