@@ -50,10 +50,7 @@ def test_weights_are_counted_as_a_model_has_them(name: str, lora: LoraSettings |
 @pytest.mark.process
 @each(
     "name",
-    [
-        pytest.param(name, marks=[] if name in ("Qwen3", "gpt-oss") else pytest.mark.slow)
-        for name in ARCHITECTURES
-    ],
+    [pytest.param(name, marks=[] if name in ("Qwen3", "gpt-oss") else pytest.mark.slow) for name in ARCHITECTURES],
 )
 def test_keys_and_values_are_those_of_the_layers_that_have_them(name: str, tmp_path: Path) -> None:
     model = tiny_model(name, vocab_size=97).eval()

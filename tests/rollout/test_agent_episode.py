@@ -188,14 +188,28 @@ def test_calls_are_turns_in_the_order_in_which_they_were_asked(new_table: Callab
 
 def test_parameters_of_a_client_are_not_taken_over_and_named_once(new_table: Callable[..., Table]) -> None:
     async def hot(task: dict[str, Any], session: Any) -> float:
-        await ask(client_of(session), [user(task["question"])], temperature=0.1)
+        await ask(client_of(session), [user(task["question"])], temperature=0.1, logit_bias={})
         return 0.0
 
     table = new_table(hot)
     first, _ = asyncio.run(table.episodes())
-    assert first.turns[0].extras["ignored"] == {"temperature": "0.1"}
+    assert first.turns[0].extras == {"dialect": "chat", "ignored": {"temperature": "0.1"}}
     assert len(table.warnings) == 1
     assert "temperature" in table.warnings[0]
+
+
+def test_a_call_keeps_its_dialect_and_whether_it_was_streamed(new_table: Callable[..., Table]) -> None:
+    async def streams(task: dict[str, Any], session: Any) -> float:
+        client = client_of(session)
+        async for _ in await client.chat.completions.create(
+            model="policy", messages=[user(task["question"])], stream=True
+        ):
+            pass
+        await client.responses.create(model="policy", input=task["question"])
+        return 0.0
+
+    first, _ = asyncio.run(new_table(streams).episodes())
+    assert [turn.extras["dialect"] for turn in first.turns] == ["chat, streamed", "responses"]
 
 
 def test_an_action_ends_with_the_token_that_completes_a_stop_string(new_table: Callable[..., Table]) -> None:
