@@ -1,6 +1,7 @@
 """Episodes that a program plays through the endpoint, met by programs that do what programs do."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -383,6 +384,30 @@ def test_a_function_without_async_has_a_thread_and_may_block(new_table: Callable
         return 1.0
 
     assert [t.reward for t in asyncio.run(new_table(blocks).episodes())] == [1.0, 1.0]
+
+
+async def dies_once(task: dict[str, Any], session: Any) -> float:
+    client = client_of(session)
+    session.state("begin")
+    first = await client.chat.completions.create(model="policy", messages=[user(task["question"])])
+    with pytest.raises(Exception, match="no answer of this session"):
+        session.reward(1.0, call="chatcmpl-17")
+    session.reward(0.25, call=first.id)
+    died = Path(task["died"])
+    if not died.exists():
+        died.touch()
+        os._exit(7)
+    return 1.0
+
+
+@pytest.mark.process
+def test_a_process_of_functions_that_ends_costs_no_episode(new_table: Callable[..., Table], tmp_path: Path) -> None:
+    rows = [{"question": f"q{number}", "died": str(tmp_path / f"{number}")} for number in range(2)]
+    table = new_table(dies_once, tasks={"tasks": rows, "eval_share": 0}, processes=1, rollout={"group_size": 1})
+    (trajectory,) = asyncio.run(table.episodes())
+    assert [(turn.reward, turn.state_key) for turn in trajectory.turns] == [(1.25, "begin")]
+    assert len(table.engine.asked) == 1
+    assert not table.faults
 
 
 def test_what_nothing_can_score_leaves_training(new_table: Callable[..., Table]) -> None:
