@@ -44,7 +44,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, PrinterCallback, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from agentrl.chat import train_tokenizer
 from agentrl.credit import Credit
@@ -52,6 +52,7 @@ from agentrl.learn.config import LossConfig, TrainConfig
 from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.tokens import rows_of
+from agentrl.models.gguf import SMOLLM2, gguf_folder
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.layout.tree import plan_tree
 from agentrl.policy.model import Policy
@@ -75,7 +76,7 @@ class Row:
     """The first observation is the same in the whole group."""
     vocab_size: int = 2048
     size: str | None = None
-    """Of a published Qwen3, with its vocabulary. None: hidden 256, 4 layers."""
+    """Of a published Qwen3, with its vocabulary, or `smollm2` with its weights. None: hidden 256, 4 layers."""
     precision: str = "float32"
     faster: float | None = None
     """The aim: TRL's time over ours."""
@@ -97,10 +98,12 @@ ROWS = {
     "long_tail": Row(is_shared=False, faster=3.5),
     "vocabulary": Row(groups=1, turns=shared(0.75), vocab_size=151_936, faster=8, leaner=8),
     "tools": Row(turns=_TOOLS, vocab_size=8192, faster=1.7),
+    "flagship": Row(turns=((41, 3), *[(22, 3)] * 3), vocab_size=49_152, size=SMOLLM2, faster=2),
     "0.6B_shared_75": Row(turns=shared(0.75), vocab_size=151_936, size="0.6B", precision="bfloat16"),
     "0.6B_tools": Row(turns=_TOOLS, vocab_size=151_936, size="0.6B", precision="bfloat16"),
 }
-"""Tools: three quarters of what follows the prompt are observations. `0.6B`: for GPUs."""
+"""Tools: three quarters of what follows the prompt are observations. Flagship: a step of `examples/guess.yaml`, with random
+tokens in its lengths. `0.6B`: for GPUs."""
 QUICK = {"shared_75": replace(ROWS["shared_75"], groups=2, turns=shared(0.75, 128), faster=None, leaner=None)}
 
 
@@ -144,6 +147,10 @@ def make_model(row: Row) -> Any:
         head_dim=64,
         tie_word_embeddings=True,
     )
+    if row.size == SMOLLM2:
+        return AutoModelForCausalLM.from_pretrained(
+            str(gguf_folder(SMOLLM2, field="--rows")), dtype="float32", attn_implementation="sdpa"
+        )
     config = small if row.size is None else config_of(row.size, vocab_size=row.vocab_size)
     config._attn_implementation = "sdpa"
     return Qwen3ForCausalLM(config)
@@ -155,7 +162,7 @@ def make_groups(row: Row) -> tuple[list[TrajectoryGroup], list[list[float]]]:
     Ratios of trajectories are 0.5 to 2 % off 1, far beyond the clip range and any rounding: one in four on the side on which
     its advantage clips it, the others on the side on which it does not.
     """
-    rng, model = np.random.default_rng(0), make_model(row).to("cuda" if row.size else "cpu")
+    rng, model = np.random.default_rng(0), make_model(row).to("cuda" if torch.cuda.is_available() else "cpu")
     groups, advantages = [], []
     for group in range(row.groups):
         advantages.append((drawn := rng.normal(size=row.group_size)) - drawn.mean())
