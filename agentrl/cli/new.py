@@ -71,7 +71,7 @@ SCHEMA = "recipe.schema.json"
 _TASKS, _MAX_TURNS = 8, 60
 _CHARS_A_TOKEN = 2
 _AGENT_CHARS = 8000
-"""What an agent is taken to add to a task: its prompt, its tools and their results."""
+"""Characters that an agent is taken to add to a task: its prompt, its tools and their results."""
 """Characters per token of a tokenizer trained on the environment's own dialogues: at least so many, as a rule."""
 
 Data = dict[str, Any]
