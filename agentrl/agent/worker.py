@@ -118,9 +118,13 @@ class _Worker:
 
     def _read(self, function: str, started: "Future[subprocess.Popen[str]]") -> None:
         argv = dying_with_parent([sys.executable, "-m", "agentrl.agent.worker", function])
-        process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True
-        )
+        try:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True
+            )
+        except OSError as error:
+            started.set_exception(error)
+            return
         started.set_result(process)
         assert process.stdin is not None
         assert process.stdout is not None

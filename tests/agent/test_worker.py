@@ -136,3 +136,8 @@ def test_processes_end_when_they_are_closed(make: Make) -> None:
     while is_alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_process_that_cannot_be_started_is_an_error_of_the_task(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    assert isinstance(play(make(), {"returns": 1.0})[0], OSError)
