@@ -2,8 +2,8 @@
 
 `T` action tokens of a micro-batch, `U` ratio units. One pure function for each; nothing here carries a gradient.
 
-A further one is a function here, its name in `Trust` and its words in `LossConfig.describe` (`learn/config.py`), and a branch
-of `trust_region` (`learn/micro_batch_loss.py`).
+A further one is a function here; in `learn/config.py` its name in `Trust`, its range in `_TRUST_CLIP` or `_WITHOUT_RANGE` and
+its words in `LossConfig.describe`; and a branch of `trust_region` (`learn/micro_batch_loss.py`).
 """
 
 import math

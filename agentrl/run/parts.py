@@ -1,7 +1,9 @@
 """The parts of a run, each built from its own section of the recipe.
 
-`build_env`, `build_model`, `build_engine`, `build_pool`, `build_policy` and `build_learner` in this order make a training
-loop; `agentrl.run.build` wires them for a whole recipe, `examples/own_loop.py` for a loop of one's own.
+In this order they make a training loop: `build_accelerator`, `build_env`, `build_tokenizer`, `build_model`, a renderer
+(`recipe.chat.build`), `build_engine`, `build_policy`, `build_pool`, `build_learner`, a credit scheme (`load_credit`), and
+`demonstrate` for a model that needs a warm-up. `agentrl.run.build` wires them for a whole recipe, `examples/own_loop.py` for a
+loop of one's own.
 """
 
 import asyncio

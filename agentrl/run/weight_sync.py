@@ -24,7 +24,7 @@ _NUM_TOKENS = 32
 
 
 class Sample(NamedTuple):
-    """Text that an engine sampled for comparison."""
+    """Tokens that an engine sampled for comparison."""
 
     prompt_ids: list[int]
     token_ids: Sequence[int]
