@@ -37,11 +37,10 @@ from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.tokens import rows_of
 from agentrl.models.auto_classes import fix_frequencies, freeze_towers
 from agentrl.models.moe import experts_of
-from agentrl.policy.compiled import compile_layers
 from agentrl.policy.config import Layout, LoraSettings, ModelConfig
 from agentrl.policy.layout import check_head, choose_layout
 from agentrl.policy.lora import add_lora, find_layers, round_frozen
-from agentrl.policy.model import Policy, check_dropout, load_pretrained, make_local_model
+from agentrl.policy.model import Policy, check_dropout, compile_layers, load_pretrained, make_local_model
 from agentrl.policy.sharded_checkpoint import load_sharded, small_like
 from agentrl.rollout import EnvPlayer, EpisodeContext, Journal, Player, RolloutConfig, RolloutPool, Tasks, describe_env
 from agentrl.rollout.agent_episode import AgentPlayer

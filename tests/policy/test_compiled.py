@@ -13,9 +13,8 @@ from agentrl.credit import Credit
 from agentrl.errors import ConfigError
 from agentrl.learn.config import TrainConfig
 from agentrl.learn.learner import Gradient
-from agentrl.policy.compiled import compile_layers
 from agentrl.policy.config import Layout, LocalModelConfig
-from agentrl.policy.model import make_local_model
+from agentrl.policy.model import compile_layers, make_local_model
 from tests.support.each import each
 from tests.support.learners import TOKENIZER, make_learner
 from tests.support.trajectories import some_groups
