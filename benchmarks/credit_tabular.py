@@ -105,6 +105,7 @@ def update(
         weight_T=torch.from_numpy(aggregation_weights(LOSS.aggregation, trajectory_T=trajectory_T, turn_T=decision_T)),
         behavior_T=sampled_KA[at],
         unit_T=unit_T,
+        count_U=torch.bincount(unit_T),
         version_T=torch.zeros_like(unit_T),
         trajectory_T=torch.from_numpy(trajectory_T),
     )

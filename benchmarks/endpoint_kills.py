@@ -3,9 +3,10 @@
     python -m benchmarks.endpoint_kills [--kills 10] [--modes sync partial async] [--seed 0]
 
 Clients are killed in a pool on a scripted engine, which counts what it samples, each task's once: its program has to be run
-again on the recorded answers. The trainer is `agentrl train` with a small model; what the disk held at each kill is compared
-with what the run made of it in the end. `sampled_again` counts actions that the engine began twice (clients), and episodes of
-which the disk held other tokens (trainer); `lost` counts episodes that failed, or that a step passed over.
+again on the recorded answers. As many more are killed while a pause has interrupted their action (`within_an_action`). The
+trainer is `agentrl train` with a small model; what the disk held at each kill is compared with what the run made of it in the
+end. `sampled_again` counts actions that the engine began twice (clients), and episodes of which the disk held other tokens
+(trainer); `lost` counts episodes that failed, or that a step passed over.
 """
 
 import argparse
@@ -25,7 +26,8 @@ import yaml
 
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
-from agentrl.types import StopReason
+from agentrl.rollout.tasks import task_seed
+from agentrl.types import StopReason, TrajectoryGroup
 from benchmarks.endpoint_pools import MessageEngine, agent_player, num_trained, open_pool, text
 from tests.support.killing import OnDisk, check_nothing_lost, look
 from tests.support.processes import Command
@@ -38,23 +40,24 @@ MODES = ("sync", "partial", "async")
 
 def agent(num_tasks: int, *, turns: int) -> dict[str, Any]:
     """Return the section about a program that is run without a shell, and without site packages."""
-    rows = [{"question": f"task {number}", "turns": turns, "number": number} for number in range(num_tasks)]
+    rows = [{"question": f"task {number}", "turns": turns} for number in range(num_tasks)]
     return {"command": [sys.executable, "-I", "-S", str(LOOP)], "tasks": rows}
 
 
 def clients() -> Iterator[tuple[psutil.Process, int]]:
-    """Yield each program that plays for this process, with the number of its task."""
+    """Yield each program that plays for this process, with the seed of its task."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error, ValueError, KeyError):
             if str(LOOP) in process.cmdline()[-1:]:
-                yield process, json.loads(process.environ()["AGENTRL_TASK"])["number"]
+                yield process, int(process.environ()["AGENTRL_SEED"])
 
 
 class Killer:
-    """Kills programs at random moments on a thread of its own, at most one for each task."""
+    """Kills programs at random moments on a thread of its own, at most once for each task."""
 
     def __init__(self, num_kills: int, rng: random.Random) -> None:
         self.killed: set[int] = set()
+        """Seeds of their tasks."""
         self._num, self._rng = num_kills, rng
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -65,36 +68,58 @@ class Killer:
     def _work(self) -> None:
         while not self.is_done:
             time.sleep(self._rng.uniform(0.02, 0.3))
-            found = [(process, number) for process, number in clients() if number not in self.killed]
-            if found:
-                process, number = self._rng.choice(found)
+            if found := [(process, seed) for process, seed in clients() if seed not in self.killed]:
+                process, seed = self._rng.choice(found)
                 with suppress(psutil.Error):
                     process.kill()
-                    self.killed.add(number)
+                    self.killed.add(seed)
+
+
+def kill_all_of(seeds: set[int]) -> set[int]:
+    """Kill the programs that play tasks of these seeds, and return the seeds of those that were killed."""
+    killed = set[int]()
+    for process, seed in clients():
+        if seed in seeds:
+            with suppress(psutil.Error):
+                process.kill()
+                killed.add(seed)
+    return killed
+
+
+def group_of(name: str) -> int:
+    """Return the number of a group from its name, or from the name of one of its trajectories."""
+    return int(name.split("/")[1])
 
 
 def kill_clients(mode: str, num_kills: int, rng: random.Random) -> dict[str, Any]:
     """Return what came of kills of programs."""
-    engine = MessageEngine(lambda name, prompt: text(f"{len(prompt)} " + "a" * (len(prompt) % 400)), seconds=0.2)
+    engine = MessageEngine(lambda name, prompt: text(f"{len(prompt)} " + "a" * (len(prompt) % 400)), token_s=0.001)
     player = agent_player(agent(NUM_TASKS, turns=5))
     rollout: dict[str, Any] = {"mode": mode, "num_groups": 2, "group_size": 2, "max_live_episodes": 6}
-    groups = []
+    groups: list[TrajectoryGroup] = []
     with open_pool(player, engine, num_tasks=player.config.describe().num_tasks.train or 0, **rollout) as (
         runner,
         pool,
     ):
-        killer = Killer(num_kills, rng)
-        while not killer.is_done:
+        killer, interrupted, unplayed = Killer(num_kills, rng), set[int](), set[int]()
+        while not killer.is_done or unplayed or (mode != "sync" and len(interrupted) < num_kills):
+            assert len(groups) < NUM_TASKS, f"episodes of these tasks never ended: {unplayed}"
             groups += runner.run(pool.collect())
             runner.run(pool.pause())
+            if (
+                killer.is_done and len(interrupted) < num_kills
+            ):  # nothing runs meanwhile: the next collect finds them dead
+                seeds = {task_seed(0, group_of(name)) for name in engine.interrupted}
+                interrupted |= kill_all_of(seeds - killer.killed - interrupted)
+            unplayed = (killer.killed | interrupted) - {task_seed(0, group_of(group.group_id)) for group in groups}
             runner.run(engine.load_weights((), engine.version + 1))
-        groups += runner.run(pool.collect())
     played = [trajectory for group in groups for trajectory in group.trajectories]
     begun = sum(engine.begun[trajectory.trajectory_id] for trajectory in played)
-    numbers = [int(group.group_id.rpartition("/")[2]) for group in groups]
+    numbers = [group_of(group.group_id) for group in groups]
     passed_over = set(range(max(numbers))) - set(numbers) if mode == "sync" else set[int]()
     return {
         "kills": len(killer.killed),
+        "within_an_action": len(interrupted),
         "episodes": len(played),
         "sampled_again": begun - sum(len(t.turns) for t in played),
         "trained_twice": len(numbers) - len(set(numbers)),

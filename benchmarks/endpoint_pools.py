@@ -12,7 +12,7 @@ from agentrl.learn.tokens import TokenBatch
 from agentrl.rollout import EpisodeContext, Journal, Player, RolloutConfig, RolloutPool, Tasks
 from agentrl.rollout.agent_episode import AgentPlayer
 from agentrl.testing.scripted_engine import ScriptedEngine
-from agentrl.types import Completion, Message, NumTasks, Sampling, Trajectory, context_of
+from agentrl.types import Completion, FinishReason, Message, NumTasks, Sampling, Trajectory, context_of
 
 TOKENIZER = train_tokenizer([], vocab_size=261)
 """One token a byte."""
@@ -32,26 +32,35 @@ def text(words: str) -> Message:
 class MessageEngine(ScriptedEngine):
     """Says messages, as tokens, and keeps each completion with the prompt that it follows."""
 
-    def __init__(self, say: Callable[[str, str], Message], *, seconds: float = 0.0) -> None:
+    def __init__(self, say: Callable[[str, str], Message], *, seconds: float = 0.0, token_s: float = 0.0) -> None:
         """Take what to say.
 
         Args:
             say: returns the message for a request id and the text of its prompt.
-            seconds: time that each completion takes.
+            seconds: time before the first token of each completion.
+            token_s: time of each token.
         """
-        super().__init__(lambda name, _: RENDERER.encode(say(name, decode(self.prompts[name][-1]))))
+        super().__init__(lambda name, _: RENDERER.encode(say(name, decode(self.prompts[name][-1]))), token_s=token_s)
         self._seconds = seconds
         self.said: list[tuple[tuple[int, ...], Completion]] = []
         self.begun: Counter[str] = Counter()
-        """Actions begun, by trajectory id; an interrupted one is begun once."""
+        """Actions begun, by trajectory id. An interrupted one is begun once, and again if what follows is cancelled."""
+        self.interrupted: set[str] = set()
+        """Trajectories whose newest action a pause has interrupted."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         """Say the next message."""
         self.begun[trajectory_id(request_id)] += sampling.drawn == 0
         if self._seconds:
             await asyncio.sleep(self._seconds)
-        completion = await super().generate(prompt_ids, sampling, request_id)
+        try:
+            completion = await super().generate(prompt_ids, sampling, request_id)
+        except asyncio.CancelledError:
+            self.begun[trajectory_id(request_id)] += sampling.drawn > 0
+            raise
         self.said.append((tuple(prompt_ids), completion))
+        is_interrupted = completion.finish_reason is FinishReason.ABORTED
+        (self.interrupted.add if is_interrupted else self.interrupted.discard)(trajectory_id(request_id))
         return completion
 
 

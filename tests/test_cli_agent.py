@@ -55,6 +55,7 @@ def test_a_task_is_played_and_its_calls_are_printed(recipe: str, capsys: pytest.
     assert "call 3: rewrites turn 1" in told
     assert "became assistant: mine" in told
     assert "not taken over: temperature: 0.3 (calls 1, 2, 3)" in told
+    assert "dialect: chat (3 calls)" in told
     assert "3 calls: 1 continued, 0 forked, 1 rewritten, 1 lines" in told
     assert "terminated: reward 0.5" in told
 

@@ -148,7 +148,7 @@ def test_rates_and_lengths_follow_the_size_of_a_model(folder: Path) -> None:
 
 def test_a_small_model_without_an_oracle_is_told(folder: Path) -> None:
     main(["new", "second.yaml", "--env", "my_module_of_new:Mine", "--env.options.size", "3"])
-    assert "has no oracle() to warm up from" in (folder / "second.yaml").read_text(encoding="utf-8")
+    assert "There is no oracle() to warm up from" in (folder / "second.yaml").read_text(encoding="utf-8")
 
 
 def test_options_need_fit_only_the_recipe_that_is_made(folder: Path) -> None:
@@ -202,3 +202,26 @@ def test_a_recipe_fits_the_memory_that_is_given(folder: Path, capsys: pytest.Cap
     capsys.readouterr()
     assert "nothing fits 1 x 4 GB" in refused("small", *given, "--memory", "4", capsys=capsys)
     assert "the hub cannot be reached" in refused("far", *given[:2], "--model", "a/b", "--memory", "80", capsys=capsys)
+
+
+def test_the_recipe_of_an_agent_names_its_function_and_its_tasks(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "agent_of_new.py").write_text("async def solve(task, session):\n    return 1.0\n")
+    (folder / "tasks.jsonl").write_text("".join(f'{{"question": "q{i}", "answer": "a"}}\n' for i in range(4)))
+    hugging_face_folder(folder / "model", rewrites=False)
+    words = ("--agent", "agent_of_new:solve", "--tasks", "tasks.jsonl", "--model", "./model")
+    main(["new", *words, "--agent.tasks.answer", "answer", "--agent.processes", "2"])
+    written = yaml.safe_load((folder / "solve.yaml").read_text())
+    table = {"tasks": "tasks.jsonl", "answer": "answer"}
+    assert written["agent"] == {"run": "agent_of_new:solve", "tasks": table, "processes": 2}
+    assert not written.keys() & {"env", "warmup"}
+    assert "cut_off" not in written["rollout"]
+    recipe = load_recipe(folder / "solve.yaml")
+    assert recipe.agent is not None
+    assert recipe.agent.processes == 2
+    assert "agent.run: module 'agent_of_new' has no 'solv'" in refused(
+        "x", "--agent", "agent_of_new:solv", *words[2:], capsys=capsys
+    )
+    assert "needs --tasks" in refused("x", *words[:2], capsys=capsys)
+    assert "leave out --env" in refused("x", "--env", "key_door", *words, capsys=capsys)

@@ -123,7 +123,7 @@ class Command:
 async def _run(argv: Sequence[str], folder: str, variables: Mapping[str, str]) -> CommandResult:
     """Run a command to its end, however long it takes: whoever waits for it looks for silence."""
     return await run_command(
-        _dying_with_parent(argv), cwd=folder, env=variables, timeout_s=math.inf, max_output=_MAX_OUTPUT
+        dying_with_parent(argv), cwd=folder, env=variables, timeout_s=math.inf, max_output=_MAX_OUTPUT
     )
 
 
@@ -156,7 +156,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
-def _dying_with_parent(argv: Sequence[str]) -> list[str]:
+def dying_with_parent(argv: Sequence[str]) -> list[str]:
     """Return a command that is killed when this process is, however it ends (Linux)."""
     if not sys.platform.startswith("linux"):
         return list(argv)

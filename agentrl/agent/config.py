@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from agentrl.agent.clients import Client, Command, Function, Service
+from agentrl.agent.worker import Workers
 from agentrl.data.files import absolute
 from agentrl.endpoint.tree import Thoughts
 from agentrl.env import EnvDescription
@@ -32,6 +33,9 @@ class AgentConfig(BaseModel):
     """Function `module:function`, called with the row of the task, as a dict, and a session, which has `base_url` and `api_key`
     for its client. It returns a reward, None if nothing can be said, or a mapping with `reward`, `success` and other
     numbers. One with `async def` shares an event loop with others; any other has a thread of its own."""
+    processes: Annotated[int, MayChange()] = Field(default=0, ge=0)
+    """`run`: number of other processes in which the function plays, so that neither a crash nor code that blocks stops the
+    trainer. 0: it plays in this one."""
     command: tuple[str, ...] | None = None
     """Program and its arguments in place of a function, run in a folder of its own. `{prompt}` and `{COLUMN}` stand for texts
     of the task; `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `AGENTRL_TASK` are set."""
@@ -97,6 +101,8 @@ class AgentConfig(BaseModel):
             raise ValueError(f"name one of run, command and url, got {' and '.join(given) or 'none'}")
         if self.command is None and (lost := [name for name in ("check", "files", "variables") if getattr(self, name)]):
             raise ValueError(f"{lost[0]}: belongs to a command; remove it")
+        if self.run is None and self.processes:
+            raise ValueError("processes: belongs to run; remove it")
         if self.command is not None:
             if not self.command:
                 raise ValueError("command: it is empty; name a program")
@@ -151,7 +157,7 @@ class AgentConfig(BaseModel):
             function = import_attribute(self.run, field="agent.run", kind="function")
             if not callable(function):
                 raise ConfigError(f"agent.run: {self.run!r} is no function")
-            return Function(function)
+            return Workers(self.run, num=self.processes) if self.processes else Function(function)
         if self.url is not None:
             return Service(url=self.url, timeout_s=24 * 3600.0)
         return Command(

@@ -24,6 +24,7 @@ from agentrl.rollout.tasks import Tasks
 from agentrl.types import Message
 
 if TYPE_CHECKING:
+    from agentrl.agent.config import AgentConfig
     from agentrl.recipe.config import Recipe
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -69,6 +70,8 @@ def write_new_env(name: str, folder: Path, *, template: str = "env") -> str:
 SCHEMA = "recipe.schema.json"
 _TASKS, _MAX_TURNS = 8, 60
 _CHARS_A_TOKEN = 2
+_AGENT_CHARS = 8000
+"""Characters that an agent is taken to add to a task: its prompt, its tools and their results."""
 """Characters per token of a tokenizer trained on the environment's own dialogues: at least so many, as a rule."""
 
 Data = dict[str, Any]
@@ -107,33 +110,44 @@ _SMALL_WEIGHTS = 1_000_000_000
 
 
 def new_recipe(
-    name: str, *, env: str, model: str | None, overrides: Sequence[str], memory_gb: float | None = None, gpus: int = 1
+    name: str,
+    *,
+    played: Data,
+    model: str | None,
+    overrides: Sequence[str],
+    memory_gb: float | None = None,
+    gpus: int = 1,
 ) -> str:
     """Return the text of a recipe that trains at once.
 
     Args:
         name: of the file, for its first comment.
-        env: its id.
+        played: section `env` with the id of an environment, or section `agent` with the name of a function and its tasks.
         model: a Hugging Face name or folder. None: a small one is made.
         overrides: further fields, as on the command line; they stand in the recipe.
         memory_gb: memory of a GPU that the recipe is to fit, in GB. None: not planned.
         gpus: number of GPUs.
 
     Raises:
-        UserError: for an environment that cannot be made or played, fields that cannot be set, and a model that does not fit.
+        UserError: for what cannot be made or played, fields that cannot be set, and a model that does not fit.
     """
     from agentrl.recipe.config import load_recipe  # here: it loads torch
 
-    config = load_recipe({"env": {"id": env}, "model": {"name_or_path": model}}, _of_env(overrides)).env
+    config = load_recipe({**played, "model": {"name_or_path": model}}, _of_played(overrides))
     with environment_failures():
-        made = config.make()
-        try:
-            seen = _look(made)
-        finally:
-            close_env(made)
+        if config.agent is None:
+            made = config.env.make()
+            try:
+                seen = _look(made)
+            finally:
+                close_env(made)
+        else:
+            seen = _look_at_agent(config.agent)
     is_adapted = any(word.startswith("--model.lora") for word in overrides)
     pretrained = None if model is None else _look_at_model(model, is_adapted=is_adapted)
-    data = _of_local(env, seen) if pretrained is None else _of_pretrained(env, pretrained, seen)
+    data: Data = played | (_of_local(seen) if pretrained is None else _of_pretrained(pretrained, seen))
+    if config.agent is not None:
+        data["rollout"].pop("cut_off", None)  # the agent is told, and does as it likes
     whole = load_recipe(data, overrides)
     given = [word.partition("=")[0].removeprefix("--") for word in overrides if word.startswith("--")]
     planned = None
@@ -190,13 +204,13 @@ def _look_at_model(name: str, *, is_adapted: bool) -> _Pretrained:
     return _Pretrained(name, count_weights(config, None).total, positions, is_adapted)
 
 
-def _of_env(overrides: Sequence[str]) -> list[str]:
-    """Return the fields of the environment: others may fit only the recipe that is being made."""
+def _of_played(overrides: Sequence[str]) -> list[str]:
+    """Return the fields of the environment or the agent: others may fit only the recipe that is being made."""
     kept, is_kept = [], False
     for word in overrides:
         if word.startswith("--"):
             field = word.partition("=")[0]
-            is_kept = field == "--env" or field.startswith("--env.")
+            is_kept = field in ("--env", "--agent") or field.startswith(("--env.", "--agent."))
         if is_kept:
             kept.append(word)
     return kept
@@ -227,11 +241,22 @@ def _look(env: Env) -> _Sizes:
     return _Sizes(turns, action_chars, size, has_oracle, has_tools=bool(described.tools))
 
 
+def _look_at_agent(config: "AgentConfig") -> _Sizes:
+    """Find the agent, and look at its tasks.
+
+    Raises:
+        UserError: for an agent or tasks that are not there.
+    """
+    config.client()
+    longest = max(len(json.dumps(row)) for row in config.table.splits["train"][:_TASKS])
+    return _Sizes(0, 0, longest + _AGENT_CHARS, has_oracle=False, has_tools=False)
+
+
 def _max_turns(seen: _Sizes) -> int:
     return seen.turns + math.ceil(seen.turns / 2) if seen.has_oracle else 8
 
 
-def _of_pretrained(env: str, model: _Pretrained, seen: _Sizes) -> Data:
+def _of_pretrained(model: _Pretrained, seen: _Sizes) -> Data:
     """Return a recipe for a pretrained model: rates, lengths and precision follow its size."""
     max_turns, small = _max_turns(seen), model.is_small
     # A small model is brief once it has learned to be; a large one may think before it acts.
@@ -247,7 +272,6 @@ def _of_pretrained(env: str, model: _Pretrained, seen: _Sizes) -> Data:
     }
     warmup = {"warmup": {"steps": 20, "skill": 0.5}} if small and seen.has_oracle and seen.has_tools else {}
     return {
-        "env": {"id": env},
         "model": {"name_or_path": model.name},
         **warmup,
         "rollout": {"num_groups": 8, "group_size": 8, "temperature": 1.0, **limits},
@@ -262,7 +286,7 @@ def _of_pretrained(env: str, model: _Pretrained, seen: _Sizes) -> Data:
     }
 
 
-def _of_local(env: str, seen: _Sizes) -> Data:
+def _of_local(seen: _Sizes) -> Data:
     """Return a recipe for a model that is made here: its limits are those of the oracle."""
     max_turns = _max_turns(seen)
     turn_tokens = _rounded(seen.action_chars / _CHARS_A_TOKEN, 16) if seen.has_oracle else 64
@@ -275,7 +299,6 @@ def _of_local(env: str, seen: _Sizes) -> Data:
     }
     warmup = {"warmup": {"steps": 300, "num_demonstrations": 2000, "skill": 0.5}} if seen.has_oracle else {}
     return {
-        "env": {"id": env},
         "model": {"local": {"hidden_size": 128, "num_layers": 2, "max_positions": max(4096, context)}},
         **warmup,
         "rollout": {"num_groups": 8, "group_size": 8, **limits},
@@ -300,7 +323,7 @@ def _head(name: str, seen: _Sizes, model: _Pretrained | None) -> Iterator[str]:
     yield f"# agentrl train {name}; `agentrl fields` says what else there is, `agentrl fields train` of one section."
     if model is None:
         if not seen.has_oracle:
-            yield "# The environment has no oracle() to warm up from: a model made here learns little; set model.name_or_path."
+            yield "# There is no oracle() to warm up from: a model made here learns little; set model.name_or_path."
         return
     if model.num_weights is None:
         yield "# The hub could not be reached: rate and lengths are for billions of parameters, and nothing was tried."
@@ -356,13 +379,18 @@ def add(commands: Commands) -> None:
     new = commands.add(
         "new",
         _new,
-        "Write a commented recipe for an environment and a model; what is not given as an option is asked for. Any field of "
-        "the recipe can be given as an option, and stands in it: --train.steps 40",
+        "Write a commented recipe for an environment, or an agent, and a model; what is not given as an option is asked for. "
+        "Any field of the recipe can be given as an option, and stands in it: --train.steps 40",
         overrides=True,
     )
     # NAME, of the file NAME.yaml, is no argument of the parser's: it would take the value of the first `--train.steps 40`.
-    new.usage = "agentrl new [NAME] [--env ENV] [--model MODEL] [--FIELD VALUE ...] | agentrl new [NAME] --dialogue"
+    new.usage = (
+        "agentrl new [NAME] [--env ENV | --agent AGENT --tasks FILE] [--model MODEL] [--FIELD VALUE ...] "
+        "| agentrl new [NAME] --dialogue"
+    )
     new.add_argument("--env", help="an installed name (`agentrl envs` lists them), module:Class, or a Gymnasium id")
+    new.add_argument("--agent", help="in place of an environment: a function, module:function (docs/agents.md)")
+    new.add_argument("--tasks", help="with --agent: table of its tasks, such as tasks.jsonl")
     new.add_argument("--model", help="a Hugging Face name or folder; none: a small model is made on the spot")
     new.add_argument(
         "--memory", type=float, help="of a GPU, in GB: write the quickest recipe that fits (`agentrl plan`)"
@@ -379,16 +407,16 @@ def _new(options: argparse.Namespace, rest: list[str]) -> None:
 
     name, rest = (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else (None, rest)
     if options.dialogue:
-        if rest or options.env or options.model:
+        if rest or options.env or options.agent or options.model:
             raise ConfigError("--dialogue writes a recipe of its own: leave the other options out, and edit the file")
         Console(soft_wrap=True).print(write_new_env(name or "table_booking", Path(), template="dialogue"))
         return
-    env = options.env or _asked("Which environment? `agentrl envs` lists them; module:Class is yours", _ENV)
-    file = _file(name or re.sub(r"\W+", "_", env.rpartition(":")[2]).strip("_").lower())
+    given, played = _played(options)
+    file = _file(name or re.sub(r"\W+", "_", given.rpartition(":")[2]).strip("_").lower())
     model = options.model or _asked("Which model? A Hugging Face name or folder", _SMALL)
     text = new_recipe(
         str(file),
-        env=env,
+        played=played,
         model=None if model in (_SMALL, "none") else model,
         overrides=rest,
         memory_gb=options.memory,
@@ -402,6 +430,18 @@ def _new(options: argparse.Namespace, rest: list[str]) -> None:
         schema = json.dumps(recipe_schema(sections()), indent=1)
         written.append(f"{_write(file.parent / SCHEMA, schema)} (by which editors complete it)")
     Console(soft_wrap=True).print(f"Wrote {' and '.join(written)}. Now:\n  agentrl train {file}")
+
+
+def _played(options: argparse.Namespace) -> tuple[str, Data]:
+    """Return the name of the environment or the agent, and its section."""
+    if (options.agent is None) != (options.tasks is None):
+        raise ConfigError("--agent: a function needs --tasks, the table of its tasks, and --tasks an --agent")
+    if options.agent is not None:
+        if options.env is not None:
+            raise ConfigError("--agent: it plays in place of an environment; leave out --env")
+        return options.agent, {"agent": {"run": options.agent, "tasks": {"tasks": options.tasks}}}
+    env = options.env or _asked("Which environment? `agentrl envs` lists them; module:Class is yours", _ENV)
+    return env, {"env": {"id": env}}
 
 
 def _asked(question: str, default: str) -> str:

@@ -1,10 +1,11 @@
 """Weights that are sharded over ranks (FSDP2)."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from agentrl.distributed.processes import is_main, num_processes
+from agentrl.distributed.processes import is_main, num_processes, process_index
 
 _WITHOUT_FROZEN = StateDictOptions(strict=False)
 
@@ -47,6 +48,53 @@ def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a module by name, gathered one at a time; every rank must go through all of them."""
     for name, tensor in module.state_dict().items():
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def gather_to(
+    rank: int, named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int = 2**28
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors on one rank, and tensors without content on the others; every rank must go through all of them.
+
+    Shards are gathered in buckets of at most `bucket_bytes`, or of one larger tensor, in the dtype that they have.
+    """
+    bucket, size = list[tuple[str, Tensor]](), 0
+    for name, tensor in named_tensors:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield from _gather(bucket, rank)
+            bucket, size = [], 0
+        bucket.append((name, tensor.detach()))
+        size += tensor.nbytes
+    yield from _gather(bucket, rank)
+
+
+def _gather(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple[str, Tensor]]:
+    parts = {name: _bytes(tensor) for name, tensor in bucket if isinstance(tensor, DTensor)}
+    is_receiver = process_index() == rank
+    begin, received = 0, torch.empty(0, dtype=torch.uint8)
+    if parts:
+        own = torch.cat(list(parts.values()))
+        received = own.new_empty(num_processes() if is_receiver else 0, len(own))
+        dist.gather(own, list(received) if is_receiver else None, dst=rank)
+    for name, tensor in bucket:
+        if not is_receiver:
+            yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        elif name in parts:
+            stop = begin + len(parts[name])
+            rows = received[:, begin:stop].flatten().view(tensor.dtype).view(-1, *tensor.shape[1:])
+            begin = stop
+            yield name, rows[: len(tensor)]
+        else:
+            yield name, tensor
+
+
+def _bytes(tensor: DTensor) -> Tensor:
+    """Return this rank's rows of a tensor as bytes, padded to those of the first rank, which has the most."""
+    if tensor.placements != (Shard(0),):
+        raise ValueError(f"expected a weight whose rows are sharded over all ranks, got {tensor.placements}")
+    own = tensor.to_local()
+    rows = -(-len(tensor) // num_processes())
+    padded = own if len(own) == rows else torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
+    return padded.contiguous().flatten().view(torch.uint8)
 
 
 def save_full(policy: nn.Module, file: Path) -> None:

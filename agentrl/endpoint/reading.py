@@ -195,14 +195,14 @@ def ignored_of(body: BaseModel, *, neutral: Mapping[str, Any], **more: Any) -> d
 
     Args:
         body: the request; what it has beyond its fields is ignored.
-        neutral: values that ask for nothing.
-        more: further parameters. None: nothing is asked.
+        neutral: values that ask for nothing, as null and empty ones do.
+        more: further parameters.
     """
     given = {**(body.model_extra or {}), **more}
     return {
         printable(name)[:80]: printable(json.dumps(value))[:80]
         for name, value in given.items()
-        if value is not None and neutral.get(name) != value
+        if value not in (None, "", [], {}) and neutral.get(name) != value
     }
 
 

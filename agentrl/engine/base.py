@@ -196,6 +196,20 @@ class AdapterEngine(Engine, Protocol):
         """
 
 
+_ROUTERS = (".gate.weight", ".router.weight")
+"""Name suffixes of routers' weights: vLLM keeps some in single precision."""
+
+
+def sent_dtype(name: str, tensor: "torch.Tensor", dtype: "torch.dtype | None") -> "torch.dtype":
+    """Return the dtype in which a weight is sent to an engine of a dtype; None: it is not known.
+
+    Matrices are sent in the engine's dtype, to which it would round them itself. Vectors, some of which it keeps in single
+    precision, and routers keep their dtype.
+    """
+    is_rounded = tensor.is_floating_point() and tensor.ndim > 1 and not name.endswith(_ROUTERS)
+    return dtype if is_rounded and dtype is not None else tensor.dtype
+
+
 def is_half(dtype: "torch.dtype") -> bool:
     """Return whether a dtype has half precision."""
     return dtype.itemsize < 4

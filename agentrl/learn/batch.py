@@ -32,7 +32,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossColumns:
-    """Columns that the loss reads beside the policy's log-probabilities: `(T,)` each."""
+    """Columns that the loss reads beside the policy's log-probabilities: `(T,)` each, but for `count_U`."""
 
     advantage_T: Tensor
     weight_T: Tensor
@@ -41,6 +41,8 @@ class LossColumns:
     """Log-probability under which the token was sampled."""
     unit_T: Tensor
     """Ratio unit of each token."""
+    count_U: Tensor
+    """Tokens of each ratio unit, `(U,)`."""
     version_T: Tensor
     """Policy version that sampled the token."""
     trajectory_T: Tensor
@@ -54,8 +56,9 @@ class LossColumns:
 
     def select(self, token_T: Int32Array) -> "LossColumns":
         """Return the columns of some tokens; ratio units are numbered from 0 among them."""
-        found = self.map(lambda column_T: column_T[token_T])
-        return replace(found, unit_T=torch.unique(found.unit_T, return_inverse=True)[1])
+        found = replace(self, count_U=self.unit_T).map(lambda column_T: column_T[token_T])
+        _, unit_T, count_U = torch.unique(found.unit_T, return_inverse=True, return_counts=True)
+        return replace(found, unit_T=unit_T, count_U=count_U)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "LossColumns":
         """Apply a function to each column that there is."""
@@ -102,6 +105,7 @@ def make_batch(
         weight_T=torch.from_numpy(weight_T),
         behavior_T=torch.from_numpy(behavior_T),
         unit_T=torch.from_numpy(unit_T),
+        count_U=torch.from_numpy(np.bincount(unit_T)),
         version_T=torch.from_numpy(version_T),
         trajectory_T=torch.from_numpy(tokens.trajectory_T),
     )

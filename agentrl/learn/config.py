@@ -540,6 +540,9 @@ class TrainConfig(BaseModel):
     """`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
     gradient_checkpointing: Annotated[bool, MayChange()] = False
     """Keep the inputs of each layer and compute the rest again in the backward pass: slower, for less memory."""
+    compile: Annotated[Literal["none", "layers"], MayChange()] = "none"
+    """`layers`: each layer of the model is compiled by itself (`torch.compile`), which takes minutes at the first passes; a
+    tree's attention stays outside of its graphs. Not with `sharding: full`."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of Adam's running means of the gradient and of its square."""
     weight_decay: Annotated[float, Field(ge=0), between(0, 1e6)] = 0.0
@@ -578,6 +581,8 @@ class TrainConfig(BaseModel):
     def _consistent(self) -> Self:
         if self.sharding == "full" and self.optimizer != "adamw":
             raise ValueError(f"optimizer: {self.optimizer} cannot be sharded (sharding: full); set it to adamw")
+        if self.sharding == "full" and self.compile == "layers":
+            raise ValueError("compile: layers and sharding: full were never tried together; set one of them to none")
         if "optimizer" in self.offload and self.optimizer != "adamw":
             raise ValueError(
                 f"offload: optimizer: {self.optimizer} keeps its own; set it to adamw, or take it out of offload"

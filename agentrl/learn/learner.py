@@ -48,8 +48,10 @@ from agentrl.learn.micro_batch_loss import AnchorState, StaleTokens, micro_batch
 from agentrl.learn.plan import MicroBatch, PassTokens, Planner, draw_minibatches
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.tokens import TokenBatch, aggregation_weights
+from agentrl.learn.trust import TrustRegion
 from agentrl.learn.warmup import demonstrated_tokens, draw_demonstrations
 from agentrl.models.moe import UNKNOWN, changed_share, experts_of, recording, replaying, routers_of
+from agentrl.policy.host_reads import read, reading_together
 from agentrl.policy.layout import attending, lay_out
 from agentrl.policy.model import Policy
 from agentrl.rollout import derive_seed
@@ -504,31 +506,36 @@ class Learner:
     ) -> Gradient:
         """Accumulate and clip a minibatch's gradient. `is_updated`: an update of the step came before (for calibration)."""
         observations = Observations()
+        regions = [
+            trust_region(self.loss, each.columns, calibration=self.state.calibration, version=version) for each in plan
+        ]
         passes: list[tuple[MicroBatch, AnchorState, Callable[[], Tensor]]] = [
-            (each.micro, before, partial(self._pass_loss, each, before, observations, version))
-            for each, before in zip(plan, anchors, strict=True)
+            (each.micro, before, partial(self._pass_loss, each, before, region, observations, version))
+            for each, before, region in zip(plan, anchors, regions, strict=True)
         ]
         passes += [
             (each.micro, AnchorState(), partial(self._demonstration_loss, each, observations))
             for each in demonstrations
         ]
-        for number, (micro, before, compute_loss) in enumerate(passes, 1):
-            check_interrupt()
-            with (
-                self._accumulating(is_last=number == len(passes)),
-                attending(self.state.policy.model, self._layout),
-                self._routing(micro, before),
-            ):
-                loss = compute_loss()
-                # Ranks average their gradients; the loss is a sum over all of them.
-                self._accelerator.backward(loss * self._accelerator.num_processes)
+        norms = list[float]()
+        with reading_together():  # after the last pass: a read before would leave a GPU without work
+            for number, (micro, before, compute_loss) in enumerate(passes, 1):
+                check_interrupt()
+                with (
+                    self._accumulating(is_last=number == len(passes)),
+                    attending(self.state.policy.model, self._layout),
+                    self._routing(micro, before),
+                ):
+                    loss = compute_loss()
+                    # Ranks average their gradients; the loss is a sum over all of them.
+                    self._accelerator.backward(loss * self._accelerator.num_processes)
+            norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
+            read(norm.full_tensor() if isinstance(norm, DTensor) else norm, norms.append)
         is_calibrated = self.loss.trust == "calibrated"
         target = ClipTarget.from_config(self.loss)
         own = clip_stats(observations, target, version=version, is_updated=is_updated) if is_calibrated else {}
         stats, clips = zip(*all_gather([(MinibatchStats.from_observations(observations), own)]), strict=True)
-        norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        merged = replace(MinibatchStats.merge(stats), grad_norm=grad_norm, learning_rate=self.state.learning_rate)
+        merged = replace(MinibatchStats.merge(stats), grad_norm=norms[0], learning_rate=self.state.learning_rate)
         return Gradient(merged, merge_clip_stats(clips), observations)
 
     def measure(self, plan: Sequence[TrainingPass], anchors: Sequence[AnchorState], *, version: int) -> Sums:
@@ -586,12 +593,13 @@ class Learner:
     def _current_anchors(self, plan: Sequence[TrainingPass]) -> list[AnchorState]:
         """Return the anchor of each pass under the present weights."""
         found = []
-        for micro, _ in plan:
-            check_interrupt()
-            with torch.no_grad(), self._routing(micro, AnchorState()) as experts:
-                logprobs_T = self._forward(self.state.wrapped, micro)[0]
-            is_replayed = self.loss.routing_replay == "trainer"
-            found.append(AnchorState(logprobs_T, experts_JPX=experts[0].cpu() if is_replayed else None))
+        with torch.no_grad(), reading_together():
+            for micro, _ in plan:
+                check_interrupt()
+                with self._routing(micro, AnchorState()) as experts:
+                    logprobs_T = self._forward(self.state.wrapped, micro)[0]
+                is_replayed = self.loss.routing_replay == "trainer"
+                found.append(AnchorState(logprobs_T, experts_JPX=experts[0].cpu() if is_replayed else None))
         return found
 
     def _with_stale(
@@ -653,7 +661,12 @@ class Learner:
         return logprobs_T, entropy_T
 
     def _pass_loss(
-        self, training_pass: TrainingPass, anchor: AnchorState, observations: Observations, version: int
+        self,
+        training_pass: TrainingPass,
+        anchor: AnchorState,
+        trust: TrustRegion,
+        observations: Observations,
+        version: int,
     ) -> Tensor:
         micro, columns = training_pass
         logprobs_T, entropy_T = self._forward(self.state.wrapped, micro)
@@ -667,7 +680,7 @@ class Learner:
             columns,
             config=self.loss,
             observations=observations,
-            trust=trust_region(self.loss, columns, calibration=self.state.calibration, version=version),
+            trust=trust,
             anchor=anchor,
             version=version,
             reference_logprobs_T=reference_T,
@@ -678,7 +691,6 @@ class Learner:
         assert self.loss.nll is not None, "no demonstrations are planned without"
         logprobs_T, _ = self._forward(self.state.wrapped, demonstrated.micro)
         loss = nll_loss(logprobs_T, weight_T=demonstrated.weight_T, coefficient=self.loss.nll.coefficient)
-        nats = Sums.from_values(-logprobs_T.detach().double().cpu().numpy())
-        observations.demonstrated = observations.demonstrated.plus(nats)
-        observations.loss += float(loss.detach())
+        observations.add_demonstrated(logprobs_T)
+        read(loss, observations.add_loss)
         return loss

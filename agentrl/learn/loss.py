@@ -9,6 +9,7 @@ denominator.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Literal
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from agentrl.learn.trust import Ratios, TrustRegion
+from agentrl.policy.host_reads import require
 
 _LARGEST_LOG_RATIO = 80.0
 """float32 ends at e^88."""
@@ -43,6 +45,7 @@ def policy_loss(
     unit_T: Tensor,
     weight_T: Tensor,
     trust: TrustRegion,
+    count_U: Tensor | None = None,
 ) -> PolicyLoss:
     """Surrogate with one stop-gradient importance ratio for each unit, within a trust region.
 
@@ -61,19 +64,20 @@ def policy_loss(
 
     Shapes: all `(T,)`; T = 0 gives a zero loss with a working backward. `unit_T` is int64 and uses every index 0..U-1,
     in any order. Every token given counts in its unit's mean: drop the tokens that leave the loss before the call. A
-    unit must be whole in one call.
+    unit must be whole in one call. `count_U` are the tokens of each unit, if they were counted before (`LossColumns`), which
+    spares a wait for the device: `unit_T` is then not checked.
 
     Raises:
         ValueError: for a wrong rank, dtype or length, a number in anchor, advantages or weights that is not finite, or
             a unit index without tokens. (A policy log-probability that is not finite shows in the loss.)
     """
     _check_tokens(policy_logprobs_T, anchor_logprobs_T=anchor_logprobs_T, advantages_T=advantages_T, weight_T=weight_T)
-    counts_U = _count_units(unit_T, policy_logprobs_T)
+    count_U = _count_units(unit_T, policy_logprobs_T) if count_U is None else count_U
 
     # Detached: whatever a caller's graph holds, the only gradient is that of policy_logprobs_T in s_t.
     log_ratio_T = (policy_logprobs_T - anchor_logprobs_T).detach()
     # An infinite ratio would make 0 * inf of the gradient of a clipped token, or of an advantage of 0.
-    ratio_U = _unit_mean(log_ratio_T, unit_T, counts_U).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
+    ratio_U = _unit_mean(log_ratio_T, unit_T, count_U).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
     advantages_T = advantages_T.detach()
     ratios = Ratios(policy_logprobs_T.detach(), log_ratio_T, unit_T, ratio_U, advantages_T)
     # One decision for value, gradient and metric: torch.minimum would halve a gradient at a tie.
@@ -254,6 +258,7 @@ def mismatch_weights(
     mode: Literal["truncate", "mask"],
     limit: float,
     level: MismatchLevel = "unit",
+    count_U: Tensor | None = None,
 ) -> MismatchWeights:
     """Importance weight of each unit between the trainer's and the engine's view of the policy that sampled it.
 
@@ -269,7 +274,7 @@ def mismatch_weights(
     Source: truncated (TIS) and masked (MIS, IcePop) importance sampling, arXiv 2505.24298 and 2510.18855; `product` is that
     of whole sequences (TRL's `sequence_truncate` and `sequence_mask`), exact, and far from 1 on long ones.
 
-    Shapes: `(T,)` each, `unit_T` as in `policy_loss`.
+    Shapes: `(T,)` each, `unit_T` and `count_U` as in `policy_loss`.
 
     Raises:
         ValueError: for a wrong rank, dtype or length, numbers that are not finite, an unknown mode, or a limit below 1.
@@ -280,11 +285,11 @@ def mismatch_weights(
     if not limit >= 1:
         raise ValueError(f"expected a limit >= 1, the largest factor of a unit, got {limit}")
     if level == "token":
-        unit_T = torch.arange(len(unit_T), device=unit_T.device)
-    counts_U = _count_units(unit_T, proximal_logprobs_T)
-    log_U = _unit_mean((proximal_logprobs_T - behavior_logprobs_T).detach(), unit_T, counts_U)
+        unit_T, count_U = torch.arange(len(unit_T), device=unit_T.device), torch.ones_like(unit_T)
+    count_U = _count_units(unit_T, proximal_logprobs_T) if count_U is None else count_U
+    log_U = _unit_mean((proximal_logprobs_T - behavior_logprobs_T).detach(), unit_T, count_U)
     if level == "product":
-        log_U = log_U * counts_U
+        log_U = log_U * count_U
     raw_U = log_U.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
     limited_U = raw_U > limit
     if mode == "mask":
@@ -298,10 +303,10 @@ def _score(logprobs_T: Tensor) -> Tensor:
     return torch.exp(logprobs_T - logprobs_T.detach())
 
 
-def _unit_mean(values_T: Tensor, unit_T: Tensor, counts_U: Tensor) -> Tensor:
+def _unit_mean(values_T: Tensor, unit_T: Tensor, count_U: Tensor) -> Tensor:
     """Mean over each unit, added up in float64: the order of the tokens then leaves no trace in float32."""
-    sums_U = torch.zeros(len(counts_U), dtype=torch.float64, device=values_T.device)
-    return (sums_U.index_add_(0, unit_T, values_T.double()) / counts_U).to(values_T.dtype)
+    sums_U = torch.zeros(len(count_U), dtype=torch.float64, device=values_T.device)
+    return (sums_U.index_add_(0, unit_T, values_T.double()) / count_U).to(values_T.dtype)
 
 
 def _count_units(unit_T: Tensor, like_T: Tensor) -> Tensor:
@@ -319,14 +324,14 @@ def _count_units(unit_T: Tensor, like_T: Tensor) -> Tensor:
             f"expected unit_T to use every index 0..U-1, got {int(unit_T.max())} among {len(unit_T)} tokens; number "
             "the units of each micro-batch again with unit_index"
         )
-    counts_U = torch.bincount(unit_T)
-    if bool((counts_U == 0).any()):
-        missing = int((counts_U == 0).nonzero()[0])
+    count_U = torch.bincount(unit_T)
+    if bool((count_U == 0).any()):
+        missing = int((count_U == 0).nonzero()[0])
         raise ValueError(
-            f"expected unit_T to use every index 0..{len(counts_U) - 1}, got no token of unit {missing}; number the "
+            f"expected unit_T to use every index 0..{len(count_U) - 1}, got no token of unit {missing}; number the "
             "units of each micro-batch again with unit_index"
         )
-    return counts_U
+    return count_U
 
 
 def _check_coefficient(coefficient: float) -> None:
@@ -349,6 +354,9 @@ def _check_tokens(logprobs_T: Tensor, **others: Tensor) -> None:
                 f"expected {name} like the policy's log-probabilities, {expected[0]} of shape {expected[1]} on "
                 f"{expected[2]}, got {got[0]} of {got[1]} on {got[2]}"
             )
-        if not bool(torch.isfinite(tensor).all()):
-            index = int((~torch.isfinite(tensor)).nonzero()[0])
-            raise ValueError(f"expected finite {name}, got {float(tensor[index])} at token {index}")
+        require(torch.isfinite(tensor).all(), partial(_not_finite, name, tensor))
+
+
+def _not_finite(name: str, tensor: Tensor) -> Exception:
+    index = int((~torch.isfinite(tensor)).nonzero()[0])
+    return ValueError(f"expected finite {name}, got {float(tensor[index])} at token {index}")

@@ -33,18 +33,29 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(slots=True)
 class Observations:
-    """Observations of this rank's passes over a minibatch; grows by micro-batches."""
+    """Observations of this rank's passes over a minibatch; grows by micro-batches.
+
+    Copies from a GPU are complete once the host has read anything after them, such as the loss (`policy/host_reads.py`).
+    """
 
     columns: dict[str, list[npt.NDArray[Any]]] = field(default_factory=dict)
     """Arrays of each name, one per micro-batch, in the narrowest dtype. See `passes`."""
     loss: float = 0.0
-    demonstrated: "Sums" = field(default_factory=lambda: Sums())
-    """Negative log-probabilities of demonstrated tokens, of which nothing else is observed."""
+    demonstrated: list[npt.NDArray[Any]] = field(default_factory=list)
+    """Log-probabilities of demonstrated tokens, one array per micro-batch, of which nothing else is observed."""
 
     def add(self, **tensors: Tensor) -> None:
         """Append observations to the columns of these names."""
         for name, tensor in tensors.items():
-            self.columns.setdefault(name, []).append(_narrow(tensor.detach()).cpu().numpy())
+            self.columns.setdefault(name, []).append(_to_host(tensor))
+
+    def add_demonstrated(self, logprobs_T: Tensor) -> None:
+        """Append log-probabilities of demonstrated tokens."""
+        self.demonstrated.append(_to_host(logprobs_T))
+
+    def add_loss(self, loss: float) -> None:
+        """Add the loss of a micro-batch."""
+        self.loss += loss
 
     def passes(self) -> Iterator[dict[str, Array]]:
         """Yield the observations of each micro-batch, by name."""
@@ -125,8 +136,9 @@ class MinibatchStats:
     def from_observations(cls, observations: Observations) -> "MinibatchStats":
         """Return the statistics of this rank's observations."""
         tally = cls.merge([_of_pass(part) for part in observations.passes()])
-        if observations.demonstrated.num:
-            tally = replace(tally, sums={**tally.sums, "nll_T": observations.demonstrated})
+        if observations.demonstrated:
+            nats = [Sums.from_values(-logprobs_T.astype(np.float64)) for logprobs_T in observations.demonstrated]
+            tally = replace(tally, sums={**tally.sums, "nll_T": reduce(Sums.plus, nats, Sums())})
         return replace(tally, loss=observations.loss)
 
     @classmethod
@@ -170,7 +182,6 @@ def _of_pass(part: Mapping[str, Array]) -> MinibatchStats:
         "rejected_U",
         "off_policy_T",
         "selected_T",
-        "nll_T",
         "teacher_kl_T",
     )
     columns = {name: part[name] for name in alone if name in part} | {
@@ -187,6 +198,8 @@ def _of_pass(part: Mapping[str, Array]) -> MinibatchStats:
         "mixed_U": has_up_U & has_down_U,
         "one_sided_U": clipped_U & has_up_U & has_down_U,
     }
+    if (nll_T := part.get("nll_T")) is not None:  # nan: not imitated
+        columns["nll_T"] = nll_T[~np.isnan(nll_T)]
     distance_T, total_I = np.abs(engine_T - log_ratio_T), np.bincount(trajectory_T, weights=engine_T)
     return MinibatchStats(
         sums={name: Sums.from_values(column) for name, column in columns.items()},
@@ -203,6 +216,11 @@ def divergence_terms(moved_T: Array) -> Array:
     known_T = moved_T[~np.isnan(moved_T)]
     terms_T: Array = np.expm1(known_T.clip(max=80)) - known_T
     return terms_T
+
+
+def _to_host(tensor: Tensor) -> npt.NDArray[Any]:
+    """Return the values of a tensor, which a GPU still has to copy (into pinned memory: nothing waits)."""
+    return _narrow(tensor.detach()).to("cpu", non_blocking=True).numpy()
 
 
 def _narrow(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from agentrl.learn.loss import (
 )
 from agentrl.learn.metrics import Observations
 from agentrl.learn.trust import TrustRegion, is_rejected
+from agentrl.policy.host_reads import read
 
 
 class StaleTokens(NamedTuple):
@@ -79,6 +80,7 @@ def micro_batch_loss(
         unit_T=columns.unit_T,
         weight_T=_corrected_weights(policy_logprobs_T, anchor_T, columns, config, observations),
         trust=trust,
+        count_U=columns.count_U,
     )
     loss = result.loss + _imitation(policy_logprobs_T, columns, config, observations)
     if reference_logprobs_T is not None and config.kl_estimator != "k1_reward":
@@ -114,7 +116,7 @@ def micro_batch_loss(
         version_T=columns.version_T,
         trajectory_T=columns.trajectory_T,
     )
-    observations.loss += float(loss.detach())
+    read(loss, observations.add_loss)
     return loss
 
 
@@ -125,7 +127,7 @@ def _imitation(
     loss = policy_logprobs_T.new_zeros(())
     if config.nll is not None and columns.nll_weight_T is not None:
         loss = loss + nll_loss(policy_logprobs_T, weight_T=columns.nll_weight_T, coefficient=config.nll.coefficient)
-        observations.add(nll_T=-policy_logprobs_T[columns.nll_weight_T > 0])
+        observations.add(nll_T=torch.where(columns.nll_weight_T > 0, -policy_logprobs_T, torch.nan))
     if columns.teacher_T is not None:
         loss = loss + kl_loss(
             policy_logprobs_T,
@@ -170,9 +172,9 @@ def _corrected_weights(
         weight_T = weight_T * keep_T
     if config.mismatch == "off":
         return weight_T
-    unit_T = columns.unit_T
+    unit_T, count_U = columns.unit_T, columns.count_U
     if config.mismatch_level == "product":  # of the whole trajectory, whatever the ratio's unit
-        unit_T = torch.unique(columns.trajectory_T, return_inverse=True)[1]
+        _, unit_T, count_U = torch.unique(columns.trajectory_T, return_inverse=True, return_counts=True)
     mismatch = mismatch_weights(
         anchor_T,
         columns.behavior_T,
@@ -180,6 +182,7 @@ def _corrected_weights(
         mode=config.mismatch,
         limit=config.mismatch_limit,
         level=config.mismatch_level,
+        count_U=count_U,
     )
     observations.add(mismatch_U=mismatch.raw_U, limited_U=mismatch.limited_U)
     return weight_T * mismatch.weight_T
@@ -206,7 +209,9 @@ def trust_region(config: LossConfig, columns: LossColumns, *, calibration: Calib
     low, high = config.clip_range()
     match config.trust:
         case "fixed" if config.clip_by_length is not None:
-            low_T, high_T = regions.by_length(columns.unit_T, low=low, high=high, length=config.clip_by_length)
+            low_T, high_T = regions.by_length(
+                columns.unit_T, count_U=columns.count_U, low=low, high=high, length=config.clip_by_length
+            )
             region: TrustRegion = partial(
                 regions.fixed, low=low_T.to(columns.weight_T), high=high_T.to(columns.weight_T)
             )

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from agentrl.data.files import read_json, write_whole
 from agentrl.distributed.checkpoints import RandomState
 from agentrl.distributed.processes import broadcast, is_main, num_processes, process_index
-from agentrl.distributed.sharding import load_full, load_shards, save_full, save_shards, shard
+from agentrl.distributed.sharding import gather_to, load_full, load_shards, save_full, save_shards, shard
+from agentrl.engine.base import sent_dtype
 from agentrl.errors import ConfigError
 from agentrl.learn.calibration import Calibration
 from agentrl.learn.config import OptimizerName, TrainConfig, make_optimizer, make_schedule
@@ -236,6 +237,20 @@ class PolicyState:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's weights, adapters merged into them in float32, one whole at a time; called on every rank."""
         return merged_weights(self.policy.model, is_rounded=False)
+
+    def weights_for(self, rank: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights for the one rank that sends them, in the dtype in which it does; without content on the others.
+
+        Called on every rank. Weights that are not sharded, or have adapters, are those of `weights`.
+
+        Args:
+            rank: rank that sends them.
+            dtype: dtype of matrices, of which a sync rounds others than routers' (`sent_dtype`). None: they keep theirs.
+        """
+        if not self.is_sharded or self.has_adapters:
+            return self.weights()
+        state = self.policy.model.state_dict().items()
+        return gather_to(rank, ((name, tensor.to(sent_dtype(name, tensor, dtype))) for name, tensor in state))
 
     def lost_change(self, dtype: torch.dtype) -> float:
         """Return the share of the adapters' change that a dtype has no room for; called on every rank."""

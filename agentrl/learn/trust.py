@@ -2,8 +2,8 @@
 
 `T` action tokens of a micro-batch, `U` ratio units. One pure function for each; nothing here carries a gradient.
 
-A further one is a function here, its name in `Trust` and its words in `LossConfig.describe` (`learn/config.py`), and a branch
-of `trust_region` (`learn/micro_batch_loss.py`).
+A further one is a function here; in `learn/config.py` its name in `Trust`, its range in `_TRUST_CLIP` or `_WITHOUT_RANGE` and
+its words in `LossConfig.describe`; and a branch of `trust_region` (`learn/micro_batch_loss.py`).
 """
 
 import math
@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from agentrl.policy.host_reads import require
 
 _LARGEST_LOG_WEIGHT = 80.0
 """float32 ends at e^88."""
@@ -79,14 +81,14 @@ def fixed(ratios: Ratios, *, low: float | Tensor, high: float | Tensor) -> Regio
     return _without(clipped_T, value_T, ratio_T)
 
 
-def by_length(unit_T: Tensor, *, low: float, high: float, length: int) -> tuple[Tensor, Tensor]:
+def by_length(unit_T: Tensor, *, count_U: Tensor, low: float, high: float, length: int) -> tuple[Tensor, Tensor]:
     """Return the clip range of each token's unit, if `low` and `high` are those of a unit of `length` tokens.
 
         low_u = min(1, low sqrt(length / n_u)),  high_u = high sqrt(length / n_u),  n_u the tokens of unit u
 
     log s_u is a mean of n_u terms: its spread falls with the square root of their number, and the range with it.
     """
-    width_T = (length / torch.bincount(unit_T).double()).sqrt()[unit_T]
+    width_T = (length / count_U.double()).sqrt()[unit_T]
     return (low * width_T).clamp(max=1), high * width_T
 
 
@@ -121,7 +123,7 @@ def geometric(ratios: Ratios, *, low: float, high: float) -> Region:
     clipped_T = _pushed_beyond(ratios.log_ratio_T.exp(), ratios.advantages_T, low, high)
     lowest = math.log1p(-low) if low < 1 else -math.inf
     log_ratio_T = _by_sign(ratios, math.log1p(high), lowest).where(clipped_T, ratios.log_ratio_T)
-    mean_U = _unit_sums(log_ratio_T, ratios) / torch.bincount(ratios.unit_T)
+    mean_U = _unit_sums(log_ratio_T, ratios) / _unit_sums(torch.ones_like(log_ratio_T), ratios)
     value_T = mean_U.clamp(-_LARGEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT).exp().to(log_ratio_T.dtype)[ratios.unit_T]
     return _without(clipped_T, value_T, value_T)
 
@@ -261,6 +263,11 @@ def _clamped(values_T: Tensor, low: float | Tensor, high: float | Tensor) -> Ten
 
 
 def _check_range(low: float | Tensor, high: float | Tensor) -> None:
-    low_T, high_T = torch.as_tensor(low), torch.as_tensor(high)
-    if not bool(((low_T >= 0) & (low_T <= 1)).all() and (high_T >= 0).all()):
-        raise ValueError(f"expected a width below 1 in [0, 1] and one above it >= 0, got {low} and {high}")
+    def error() -> Exception:
+        return ValueError(f"expected a width below 1 in [0, 1] and one above it >= 0, got {low} and {high}")
+
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        low_T, high_T = torch.as_tensor(low), torch.as_tensor(high)
+        require(((low_T >= 0) & (low_T <= 1)).all() & (high_T >= 0).all(), error)
+    elif not (0 <= low <= 1 and high >= 0):
+        raise error()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from agentrl.models.logits import LogitMap
+from agentrl.policy.host_reads import require
 
 __all__ = ["fused_logprobs", "tile_elements"]
 
@@ -290,6 +291,9 @@ def _check(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, bias_V: Tens
     if bias_V is not None and bias_V.shape != weight_VD.shape[:1]:
         raise ValueError(f"expected bias_V of shape ({len(weight_VD)},), got {tuple(bias_V.shape)}")
     outside_T = (targets_T < 0) | (targets_T >= len(weight_VD))
-    if bool(outside_T.any()):
+
+    def error() -> Exception:
         index = int(outside_T.nonzero()[0])
-        raise ValueError(f"expected targets in 0..{len(weight_VD) - 1}, got {int(targets_T[index])} at token {index}")
+        return ValueError(f"expected targets in 0..{len(weight_VD) - 1}, got {int(targets_T[index])} at token {index}")
+
+    require(~outside_T.any(), error)

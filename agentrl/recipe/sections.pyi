@@ -330,6 +330,8 @@ class TrainSection(TypedDict, total=False):
     r"""`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
     gradient_checkpointing: bool
     r"""Keep the inputs of each layer and compute the rest again in the backward pass: slower, for less memory."""
+    compile: Literal["none", "layers"]
+    r"""`layers`: each layer of the model is compiled by itself (`torch.compile`), which takes minutes at the first passes; a tree's attention stays outside of its graphs. Not with `sharding: full`."""
     betas: Sequence[float]
     r"""Decay of Adam's running means of the gradient and of its square."""
     weight_decay: float

@@ -12,7 +12,7 @@ class HasCall(HasParent, Protocol):
 
     @property
     def extras(self) -> Mapping[str, Any]:
-        """See `Turn.extras`: `call`, `difference` and `ignored` are of an agent's calls."""
+        """See `Turn.extras`: `call`, `dialect`, `difference` and `ignored` are of an agent's calls."""
 
 
 _RELATIONS = {"forks": "forks from", "rewrites": "rewrites"}
@@ -26,7 +26,16 @@ def kind_of(turn: HasCall) -> str:
 
 def difference_of(turn: HasCall) -> str:
     """Return the first difference of a call from what was known before it; empty if there is none."""
-    found = turn.extras.get("difference")
+    return _text_of(turn, "difference")
+
+
+def dialect_of(turn: HasCall) -> str:
+    """Return the dialect of a call, such as `chat, streamed`; empty for a turn that is none."""
+    return _text_of(turn, "dialect")
+
+
+def _text_of(turn: HasCall, name: str) -> str:
+    found = turn.extras.get(name)
     return found if isinstance(found, str) else ""
 
 
@@ -68,10 +77,10 @@ def summary(trajectory: Trajectory) -> Iterator[str]:
             yield f"  first difference: {difference}"
         for name, value in ignored_by(turn).items():
             ignored.setdefault(f"{name}: {value}", []).append(number + 1)
-        if dialect := turn.extras.get("dialect"):
-            dialects[str(dialect)] += 1
-    if dialects:
-        yield f"dialects: {', '.join(f'{name} ({num} calls)' for name, num in dialects.items())}"
+        if dialect := dialect_of(turn):
+            dialects[dialect] += 1
+    for name, num in dialects.items():
+        yield f"dialect: {name} ({num} call{'s' * (num != 1)})"
     for name, calls in ignored.items():
         yield f"not taken over: {name} ({_calls(calls)})"
     read, sampled = (sum(len(getattr(turn, name)) for turn in turns) for name in ("observation_ids", "action_ids"))

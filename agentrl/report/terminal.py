@@ -217,11 +217,11 @@ def render(record: TrajectoryRecord, decode: Decode | None = None) -> Renderable
         parts.append(Text(record.error, style="bold red"))
     if record.fault and record.fault.traceback:
         parts.append(Text(record.fault.traceback, style="red"))
-    metrics = "  ".join(f"{name} {value:g}" for name, value in record.metrics.items() if name != "env_s")
+    if metrics := "  ".join(f"{name} {value:g}" for name, value in record.metrics.items() if name != "env_s"):
+        parts.append(Text(metrics, style="dim"))
     title = f"{record.trajectory_id}  reward {record.reward:g}  {record.stop_reason}"
-    return RichPanel(  # as Text, because names may hold brackets, which a str would lose as markup
-        Group(*parts), title=Text(title), subtitle=Text(metrics) or None, title_align="left", subtitle_align="left"
-    )
+    # As Text, because names may hold brackets, which a str would lose as markup.
+    return RichPanel(Group(*parts), title=Text(title), title_align="left")
 
 
 def legend() -> Text:

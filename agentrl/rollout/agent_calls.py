@@ -367,7 +367,7 @@ class ClientRun:
         nth = self._names[placed.digest]
         self._names[placed.digest] += 1
         self._note(placed, asked)
-        extras: dict[str, Any] = {}
+        extras: dict[str, Any] = {"dialect": asked.dialect + ", streamed" * asked.form.stream}
         if asked.ignored:
             extras["ignored"] = dict(asked.ignored)
         if placed.kind is not tree.Kind.CONTINUES and placed.number:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.agent.config import AgentConfig
+from agentrl.agent.worker import Workers
 from agentrl.data.plain import printable
 from agentrl.endpoint.server import Endpoint
 from agentrl.engine import Sampler
@@ -267,6 +268,8 @@ class AgentPlayer:
         return Verdict(reward=reward, metrics=metrics)
 
     def close(self) -> None:
-        """Close the endpoint."""
+        """Close the endpoint, and end the processes of a function."""
         self._program = None
+        if isinstance(self._client, Workers):
+            self._client.close()
         self._open.close()

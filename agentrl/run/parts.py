@@ -1,7 +1,9 @@
 """The parts of a run, each built from its own section of the recipe.
 
-`build_env`, `build_model`, `build_engine`, `build_pool`, `build_policy` and `build_learner` in this order make a training
-loop; `agentrl.run.build` wires them for a whole recipe, `examples/own_loop.py` for a loop of one's own.
+In this order they make a training loop: `build_accelerator`, `build_env`, `build_tokenizer`, `build_model`, a renderer
+(`recipe.chat.build`), `build_engine`, `build_policy`, `build_pool`, `build_learner`, a credit scheme (`load_credit`), and
+`demonstrate` for a model that needs a warm-up. `agentrl.run.build` wires them for a whole recipe, `examples/own_loop.py` for a
+loop of one's own.
 """
 
 import asyncio
@@ -38,7 +40,7 @@ from agentrl.models.moe import experts_of
 from agentrl.policy.config import Layout, LoraSettings, ModelConfig
 from agentrl.policy.layout import check_head, choose_layout
 from agentrl.policy.lora import add_lora, find_layers, round_frozen
-from agentrl.policy.model import Policy, check_dropout, load_pretrained, make_local_model
+from agentrl.policy.model import Policy, check_dropout, compile_layers, load_pretrained, make_local_model
 from agentrl.policy.sharded_checkpoint import load_sharded, small_like
 from agentrl.rollout import EnvPlayer, EpisodeContext, Journal, Player, RolloutConfig, RolloutPool, Tasks, describe_env
 from agentrl.rollout.agent_episode import AgentPlayer
@@ -493,6 +495,8 @@ def build_policy(
         round_frozen(model)
         if not loaded.sharded_checkpoint:
             model.to(device)
+    if train.compile == "layers":
+        compile_layers(model, device)
     return PolicyPart(Policy(model, layout=layout, sharded_checkpoint=loaded.sharded_checkpoint), warning)
 
 

@@ -1,7 +1,7 @@
 """Weight sync from the learner to the engine, and the proof that the engine samples from the synced weights."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +24,7 @@ _NUM_TOKENS = 32
 
 
 class Sample(NamedTuple):
-    """Text that an engine sampled for comparison."""
+    """Tokens that an engine sampled for comparison."""
 
     prompt_ids: list[int]
     token_ids: Sequence[int]
@@ -99,9 +99,8 @@ class WeightSync:
         Raises:
             EngineError: with the difference and the bound.
         """
-        weights = self._learner.state.weights
         # Wrong weights on purpose: rows are rotated, so that the probability of one token becomes that of another.
-        perturbed = ((name, tensor.roll(1, 0) if tensor.ndim > 1 else tensor) for name, tensor in weights())
+        perturbed = ((name, tensor.roll(1, 0) if tensor.ndim > 1 else tensor) for name, tensor in self._weights())
         self._load(perturbed, version)
         # After random tokens: in text of its own, a policy that is sure of it may go on under other weights too.
         vocab_size = self._learner.state.policy.model.config.get_text_config().vocab_size
@@ -129,7 +128,7 @@ class WeightSync:
         """
         state, engine = self._learner.state, self._pool.context.engine
         if not self._push_adapters(version):
-            self._load(state.weights(), version)
+            self._load(self._weights(), version)
         if self._merges_into is None:
             return {}
         dtype = getattr(engine, "dtype", None) or self._merges_into
@@ -182,6 +181,15 @@ class WeightSync:
                 f"the engine's log-probabilities differ from the trainer's by {found:.2e} nats on average under the same "
                 f"weights, more than train.agreement: {self.bound:g}. {cause}"
             )
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Return the weights to sync: whole on rank 0 alone, if it alone has an engine and they are sharded."""
+        state = self._learner.state
+        if not state.is_sharded:
+            return state.weights()
+        own = [getattr(self._pool.context.engine, "dtype", None)] if self._pool.shard.num_groups else []
+        dtypes = all_gather(own)
+        return state.weights_for(0, dtypes[0]) if len(dtypes) == 1 else state.weights()
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load weights into the engine, which is paused meanwhile."""

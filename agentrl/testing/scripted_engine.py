@@ -22,7 +22,7 @@ class ScriptedEngine:
     answer that `pause` interrupted continues at the next request of the same conversation.
     """
 
-    def __init__(self, script: Script, *, logprob: float = -1.0, version: int = 0) -> None:
+    def __init__(self, script: Script, *, logprob: float = -1.0, version: int = 0, token_s: float = 0.0) -> None:
         """Take what to say.
 
         Args:
@@ -30,10 +30,12 @@ class ScriptedEngine:
                 in its conversation, from 0.
             logprob: natural-log probability given to every token.
             version: policy version to begin with.
+            token_s: seconds that each token takes.
         """
         self._script = script
         self._logprob = logprob
         self._version = version
+        self._token_s = token_s
         self._num_answers: defaultdict[str, int] = defaultdict(int)
         self._interrupted: dict[str, list[int]] = {}
         self._running: set[str] = set()
@@ -115,7 +117,7 @@ class ScriptedEngine:
             elif len(sampled) == sampling.max_tokens:
                 reason = FinishReason.LENGTH
             else:
-                await asyncio.sleep(0)
+                await asyncio.sleep(self._token_s)
                 if not self._may_run.is_set():
                     reason = FinishReason.ABORTED
                     self._interrupted[request_id] = answer[len(sampled) :]

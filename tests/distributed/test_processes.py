@@ -1,13 +1,16 @@
 """Several real processes on one machine (gloo): what they compute together is what one computes."""
 
+import asyncio
 import os
 import pickle
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -23,6 +26,7 @@ from torch.multiprocessing.spawn import start_processes
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl import Credit, TrajectoryGroup
+from agentrl.distributed import sharding
 from agentrl.distributed.processes import (
     all_gather,
     is_main,
@@ -32,8 +36,10 @@ from agentrl.distributed.processes import (
     set_deadline,
     to_rank_zero,
 )
+from agentrl.engine.base import IdleEngine
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.learn.config import CovarianceConfig, LossConfig, NLLConfig
+from agentrl.learn import policy_state
+from agentrl.learn.config import CovarianceConfig, LossConfig, NLLConfig, TrainConfig
 from agentrl.learn.learner import Learner
 from agentrl.learn.plan import Planner
 from agentrl.learn.signals import CriticConfig
@@ -46,6 +52,8 @@ from agentrl.policy.layout import lay_out, recurrent
 from agentrl.policy.lora import merged_weights
 from agentrl.recipe.config import load_recipe
 from agentrl.run.parts import build_accelerator
+from agentrl.run.weight_sync import WeightSync
+from agentrl.types import TaskShard
 from tests.support.architectures import tiny_model
 from tests.support.learners import TOKENIZER, make_learner
 from tests.support.played import new_policy, play
@@ -300,6 +308,83 @@ def shortened(sharding: Sharding) -> tuple[dict[str, float], dict[str, Tensor]]:
     learner = make_learner(loss=LossConfig(anchor="recomputed"), sharding=sharding, is_double=True, **settings)
     metrics = learner.update(*credited([4, 3, 2]), version=1)
     return metrics, {name: tensor.clone() for name, tensor in learner.state.weights()}
+
+
+def sent(dtype: torch.dtype, bucket_bytes: int) -> tuple[dict[str, Tensor], dict[str, Tensor], int, int]:
+    """Return this rank's weights, as they were gathered everywhere and for rank 0; bytes and calls of the latter."""
+    learner = make_learner(sharding="full")
+    learner.update(*credited([4, 3, 2]), version=1)
+    whole = {name: tensor.clone() for name, tensor in learner.state.weights()}
+    sizes = list[int]()
+
+    def gather(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        sizes.append(tensor.nbytes)
+        gather_of_torch(tensor, *args, **kwargs)
+
+    gather_of_torch = dist.gather
+    buckets = partial(sharding.gather_to, bucket_bytes=bucket_bytes)
+    with patch.object(dist, "gather", gather), patch.object(policy_state, "gather_to", buckets):
+        found = dict(learner.state.weights_for(0, dtype))
+    return whole, found, sum(sizes), len(sizes)
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_weights_for_a_sync_are_whole_on_the_rank_that_sends_them_alone_and_gathered_in_their_dtype(
+    num: int, tmp_path: Path
+) -> None:
+    (whole, found, num_bytes, _), *others = together(num, tmp_path, sent, torch.bfloat16, 2**28)
+    assert list(found) == list(whole)
+    for name, tensor in whole.items():
+        expected = tensor.bfloat16() if tensor.ndim > 1 else tensor
+        assert found[name].dtype == expected.dtype, name
+        assert found[name].equal(expected), name
+    in_float32 = sum(tensor.nbytes for tensor in whole.values()) / num
+    assert num_bytes == pytest.approx(in_float32 / 2, rel=0.03)  # vectors keep their dtype, uneven rows are padded
+    for _, meta, sent_bytes, calls in others:
+        assert {name: tensor.shape for name, tensor in meta.items()} == {name: t.shape for name, t in whole.items()}
+        assert all(tensor.is_meta for tensor in meta.values())
+        assert (sent_bytes, calls) == (num_bytes, 1)
+
+
+def test_shards_are_gathered_in_buckets_with_the_same_result(tmp_path: Path) -> None:
+    (whole, found, _, calls), *_ = together(2, tmp_path, sent, torch.float32, 3000)
+    assert 2 < calls < len(whole)
+    for name, tensor in whole.items():
+        assert found[name].equal(tensor), name
+
+
+class OneServer(IdleEngine):
+    """An engine of rank 0 that keeps what it is given."""
+
+    dtype = torch.bfloat16
+    loaded: dict[str, Tensor]
+
+    async def load_weights(self, named_tensors: Any, version: int) -> None:
+        self.loaded = dict(named_tensors)
+        self.version = version
+
+
+def synced() -> tuple[dict[str, Tensor], dict[str, Tensor] | None, int]:
+    """Sync sharded weights to the engine of rank 0; return them, what it got, and the gathers to one rank."""
+    learner = make_learner(sharding="full")
+    engine = OneServer() if is_main() else IdleEngine()
+
+    async def pause() -> None:
+        """Nothing is sampled."""
+
+    context = SimpleNamespace(engine=engine)
+    pool: Any = SimpleNamespace(context=context, shard=TaskShard(int(is_main())), pause=pause)
+    with asyncio.Runner() as runner, patch.object(dist, "gather", wraps=dist.gather) as gather:
+        WeightSync(pool, learner, runner=runner, seed=0, config=TrainConfig()).push(3)
+    assert engine.version == 3
+    return dict(learner.state.weights()), getattr(engine, "loaded", None), gather.call_count
+
+
+def test_a_sync_gathers_weights_on_the_only_rank_that_has_an_engine_in_its_dtype(tmp_path: Path) -> None:
+    (whole, loaded, first), (_, none, second) = together(2, tmp_path, synced)
+    assert (none, first, second) == (None, 1, 1)
+    assert loaded is not None
+    assert all(loaded[name].equal(tensor.bfloat16() if tensor.ndim > 1 else tensor) for name, tensor in whole.items())
 
 
 def notes() -> list[dict[str, Any]]:

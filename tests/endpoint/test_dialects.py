@@ -56,6 +56,10 @@ def test_chat_completions_are_read() -> None:
         tool_choice="required",
         parallel_tool_calls=True,
         seed=None,
+        logit_bias={},
+        metadata=[],
+        user="",
+        top_p=0,
     )
     call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
     assert asked.messages == (
@@ -66,7 +70,7 @@ def test_chat_completions_are_read() -> None:
     )
     assert asked.tools == (TOOL,)
     assert (asked.max_tokens, asked.stop, asked.n, asked.model) == (7, ("end",), 2, "m")
-    assert asked.ignored == {"temperature": "0.5", "tools": '["web_search"]', "tool_choice": '"required"'}
+    assert asked.ignored == {"temperature": "0.5", "top_p": "0", "tools": '["web_search"]', "tool_choice": '"required"'}
     assert asked.form == Form(stream=True, with_usage=True)
 
 

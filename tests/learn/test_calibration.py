@@ -243,6 +243,7 @@ def test_rejected_units_leave_ranges_as_they_would_be_without_them() -> None:
                 weight_T=torch.full_like(sign_T, 1 / len(sign_T)),
                 behavior_T=torch.full_like(sign_T, -2),
                 unit_T=unit_T,
+                count_U=torch.full((len(chosen_U),), length),
                 version_T=torch.full_like(unit_T, 3),
                 trajectory_T=unit_T,
             )

@@ -271,7 +271,7 @@ def test_a_range_by_length_is_that_of_a_slow_count_however_the_batch_is_split(
             left |= {t} if is_out else set()
 
     def trust(found: Ratios) -> Region:
-        low_T, high_T = by_length(found.unit_T, low=LOW, high=HIGH, length=length)
+        low_T, high_T = by_length(found.unit_T, count_U=torch.bincount(found.unit_T), low=LOW, high=HIGH, length=length)
         return fixed(found, low=low_T, high=high_T)
 
     home = np.random.default_rng(seed).integers(num_micro, size=batch.trajectory_T.max() + 1)
@@ -286,10 +286,10 @@ def test_a_range_by_length_is_that_of_a_slow_count_however_the_batch_is_split(
 def test_a_range_by_length_is_the_papers_at_that_length_and_wider_by_the_square_root_of_the_quotient() -> None:
     # Units of 4, 1 and 16 tokens.
     unit_T = torch.tensor([0] * 4 + [1] + [2] * 16)
-    low_T, high_T = by_length(unit_T, low=0.03, high=0.04, length=4)
+    low_T, high_T = by_length(unit_T, count_U=torch.bincount(unit_T), low=0.03, high=0.04, length=4)
     close(low_T[[0, 4, 5]], f64(0.03, 0.06, 0.015))
     close(high_T[[0, 4, 5]], f64(0.04, 0.08, 0.02))
-    of_one, _ = by_length(unit_T, low=0.03, high=0.04, length=10_000)
+    of_one, _ = by_length(unit_T, count_U=torch.bincount(unit_T), low=0.03, high=0.04, length=10_000)
     close(of_one[[0, 4, 5]], f64(1, 1, 0.75))  # a ratio has no room below 0
 
 
@@ -423,6 +423,7 @@ def test_a_recipe_gets_the_region_it_names(trust: Any, dtype: torch.dtype) -> No
         weight_T=f64(0.5, 0.5).to(dtype),
         behavior_T=f64(0, 0).to(dtype),
         unit_T=torch.tensor([0, 0]),
+        count_U=torch.tensor([2]),
         version_T=torch.tensor([3, 3]),
         trajectory_T=torch.tensor([0, 0]),
     )

@@ -324,14 +324,12 @@ def test_no_run_recompiles_flex_attention_more_often_than_torch_lets_it(compiled
     assert len(kinds) < len(compiled) <= 4 * len(kinds)
 
 
-def test_attention_that_torch_would_not_compile_again_ends_the_run(
-    compiled: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_that_torch_would_not_compile_again_ends_the_run(compiled: list[Any]) -> None:
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
-    monkeypatch.setattr(config, "recompile_limit", 1)
-    attend_by_flex(300, window=None, dtype=torch.float32, has_gradient=True)
-    with pytest.raises(FailOnRecompileLimitHit):
-        attend_by_flex(1, window=None, dtype=torch.float32, has_gradient=True)
+    with config.patch(recompile_limit=1):
+        attend_by_flex(300, window=None, dtype=torch.float32, has_gradient=True)
+        with pytest.raises(FailOnRecompileLimitHit):
+            attend_by_flex(1, window=None, dtype=torch.float32, has_gradient=True)
     assert len(compiled) == 1

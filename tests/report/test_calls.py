@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from agentrl.report.calls import ignored_by, lanes, relation, summary
+from agentrl.report.calls import dialect_of, ignored_by, lanes, relation, summary
 from agentrl.report.terminal import Console, render
 from agentrl.types import StopReason, Trajectory, Turn
 from tests.support.records import record
@@ -25,8 +25,8 @@ def turn(call: str = "", parent: int | None = None, **extras: Any) -> Turn:
 
 
 SESSION = (
-    turn(ignored={"temperature": "0.3"}),
-    turn(),
+    turn(ignored={"temperature": "0.3"}, dialect="chat, streamed"),
+    turn(dialect="messages"),
     turn("forks", 0),
     turn("rewrites", 0, difference="message 1: a became b"),
     turn("root", difference="message 0: q became s"),
@@ -65,6 +65,8 @@ def test_a_summary_names_each_call_and_what_was_not_taken_over() -> None:
         "call 5: begins a line, 3 tokens read, 2 sampled",
         "  first difference: message 0: q became s",
         "call 6: continues turn 4, 3 tokens read, 2 sampled",
+        "dialect: chat, streamed (1 call)",
+        "dialect: messages (1 call)",
         "not taken over: temperature: 0.3 (call 1)",
         "6 calls: 2 continued, 1 forked, 1 rewritten, 2 lines; 18 tokens read, 12 sampled",
         "terminated: reward 0, forked_calls 1",
@@ -72,8 +74,8 @@ def test_a_summary_names_each_call_and_what_was_not_taken_over() -> None:
 
 
 def test_extras_of_another_form_are_no_calls() -> None:
-    odd = turn(call="", ignored=["x"], difference=3)
-    assert (ignored_by(odd), relation(odd, 1)) == ({}, "continues turn 1")
+    odd = turn(call="", ignored=["x"], difference=3, dialect=["chat"])
+    assert (ignored_by(odd), dialect_of(odd), relation(odd, 1)) == ({}, "", "continues turn 1")
 
 
 def test_show_names_forks_and_rewrites() -> None:

@@ -282,7 +282,7 @@ def test_groups_stand_side_by_side_and_forks_as_a_tree(report: Path, open_page: 
 def test_the_calls_of_an_agent_are_drawn_as_lines(tmp_path: Path, open_page: Open) -> None:
     first = turn([{"role": "user", "content": "1 + 1?"}], ["two"], [1.0])
     asks = {
-        "continues": {"ignored": {"temperature": "0.3"}},
+        "continues": {"ignored": {"temperature": "0.3"}, "dialect": "chat, streamed"},
         "forks": {"call": "forks"},
         "rewrites": {"call": "rewrites", "difference": "message 1: two became <b>three</b>"},
         "root": {"call": "root"},
@@ -299,6 +299,7 @@ def test_the_calls_of_an_agent_are_drawn_as_lines(tmp_path: Path, open_page: Ope
     told = [row.inner_text() for row in rows.all()]
     assert [line in row for line, row in zip(_RELATIONS, told, strict=True)] == [True] * 5, told
     assert "not taken over: temperature: 0.3" in told[1]
+    assert "dialect chat, streamed" in page.locator("main").inner_text()
     assert "message 1: two became <b>three</b>" in told[3]
     lanes = [[cell.inner_text() for cell in row.locator("td.lane").all()] for row in rows.all()]
     assert lanes == [["1", ""], ["2", ""], ["3", ""], ["4", ""], ["", "5"]]

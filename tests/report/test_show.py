@@ -45,6 +45,13 @@ def test_a_rollout_is_told_in_its_messages_rewards_and_advantages() -> None:
     assert "env_s" not in lines[5]
 
 
+def test_all_metrics_are_shown_however_narrow_the_terminal_is() -> None:
+    metrics = {f"metric_{number}": float(number) for number in range(12)}
+    shown = printed(render(dialogue().model_copy(update={"metrics": metrics})), width=60)
+    words = " ".join(line.strip("│ ") for line in shown.splitlines())
+    assert [name for name, value in metrics.items() if f"{name} {value:g}" not in words] == []
+
+
 def test_an_action_that_calls_is_shown_as_a_call_below_its_tokens() -> None:
     call = {"function": {"name": "calc", "arguments": {"a": 3, "op": "*", "b": 8}}}
     acts = turn([], ["<call>", "3*8"], [1.0, 1.0]).model_copy(update={"message": {"role": "a", "tool_calls": [call]}})

@@ -1,6 +1,7 @@
 """Episodes that a program plays through the endpoint, met by programs that do what programs do."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -188,14 +189,28 @@ def test_calls_are_turns_in_the_order_in_which_they_were_asked(new_table: Callab
 
 def test_parameters_of_a_client_are_not_taken_over_and_named_once(new_table: Callable[..., Table]) -> None:
     async def hot(task: dict[str, Any], session: Any) -> float:
-        await ask(client_of(session), [user(task["question"])], temperature=0.1)
+        await ask(client_of(session), [user(task["question"])], temperature=0.1, logit_bias={})
         return 0.0
 
     table = new_table(hot)
     first, _ = asyncio.run(table.episodes())
-    assert first.turns[0].extras["ignored"] == {"temperature": "0.1"}
+    assert first.turns[0].extras == {"dialect": "chat", "ignored": {"temperature": "0.1"}}
     assert len(table.warnings) == 1
     assert "temperature" in table.warnings[0]
+
+
+def test_a_call_keeps_its_dialect_and_whether_it_was_streamed(new_table: Callable[..., Table]) -> None:
+    async def streams(task: dict[str, Any], session: Any) -> float:
+        client = client_of(session)
+        async for _ in await client.chat.completions.create(
+            model="policy", messages=[user(task["question"])], stream=True
+        ):
+            pass
+        await client.responses.create(model="policy", input=task["question"])
+        return 0.0
+
+    first, _ = asyncio.run(new_table(streams).episodes())
+    assert [turn.extras["dialect"] for turn in first.turns] == ["chat, streamed", "responses"]
 
 
 def test_an_action_ends_with_the_token_that_completes_a_stop_string(new_table: Callable[..., Table]) -> None:
@@ -369,6 +384,30 @@ def test_a_function_without_async_has_a_thread_and_may_block(new_table: Callable
         return 1.0
 
     assert [t.reward for t in asyncio.run(new_table(blocks).episodes())] == [1.0, 1.0]
+
+
+async def dies_once(task: dict[str, Any], session: Any) -> float:
+    client = client_of(session)
+    session.state("begin")
+    first = await client.chat.completions.create(model="policy", messages=[user(task["question"])])
+    with pytest.raises(Exception, match="no answer of this session"):
+        session.reward(1.0, call="chatcmpl-17")
+    session.reward(0.25, call=first.id)
+    died = Path(task["died"])
+    if not died.exists():
+        died.touch()
+        os._exit(7)
+    return 1.0
+
+
+@pytest.mark.process
+def test_a_process_of_functions_that_ends_costs_no_episode(new_table: Callable[..., Table], tmp_path: Path) -> None:
+    rows = [{"question": f"q{number}", "died": str(tmp_path / f"{number}")} for number in range(2)]
+    table = new_table(dies_once, tasks={"tasks": rows, "eval_share": 0}, processes=1, rollout={"group_size": 1})
+    (trajectory,) = asyncio.run(table.episodes())
+    assert [(turn.reward, turn.state_key) for turn in trajectory.turns] == [(1.25, "begin")]
+    assert len(table.engine.asked) == 1
+    assert not table.faults
 
 
 def test_what_nothing_can_score_leaves_training(new_table: Callable[..., Table]) -> None:

@@ -49,6 +49,12 @@ class VLLMServers:
         """Policy version of the weights in use."""
         return max(server.version for server in self._up() or self._servers)
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype in which all servers compute. None: they differ, or it is not known yet."""
+        dtypes = {server.dtype for server in self._servers}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
     @contextmanager
     def conversation(self, request_id: str) -> Iterator[None]:
         """Keep a conversation on one server."""

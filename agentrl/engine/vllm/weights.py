@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
+from agentrl.engine.base import sent_dtype
 from agentrl.engine.batched import check_weight
 from agentrl.engine.vllm.common import BACKEND, EXTENSION
 from agentrl.errors import EngineError
@@ -197,8 +198,6 @@ _BUCKET_BYTES = 2**24
 """Largest size of a bucket, of which there is a copy in memory; a larger weight is sent alone."""
 _COMPARED = 2**22
 """Numbers of a weight that are rounded at once to see whether rounding changes them."""
-_ROUTERS = (".gate.weight", ".router.weight")
-"""Name suffixes of routers' weights: vLLM keeps some in single precision."""
 
 
 class ServerInfo(NamedTuple):
@@ -285,8 +284,7 @@ def in_buckets(
 ) -> Iterator[list[Weight]]:
     """Yield weights in buckets, each with the dtype in which it is sent.
 
-    Matrices are sent in the server's dtype, to which it would round them itself. Vectors, some of which it keeps in single
-    precision, and routers keep their dtype; with `is_exact`, so does every weight that rounding would change.
+    That is `sent_dtype`; with `is_exact`, every weight that rounding would change keeps its own.
 
     Raises:
         EngineError: if names or shapes are not the model's, or weights are missing: vLLM would keep stale ones.
@@ -300,11 +298,11 @@ def in_buckets(
             if name in model.ties:  # sent with the other one
                 continue
             names = (name, *(tied for tied, other in model.ties.items() if other == name))
-            is_rounded = tensor.is_floating_point() and tensor.ndim > 1 and not name.endswith(_ROUTERS)
-            if is_rounded and is_exact:
+            dtype = sent_dtype(name, tensor, model.dtype)
+            if is_exact and dtype != tensor.dtype:
                 parts = tensor.flatten().split(_COMPARED)  # in parts: of a whole embedding two copies would be held
-                is_rounded = all(part.to(model.dtype).to(part.dtype).equal(part) for part in parts)
-            yield Weight(names, tensor, model.dtype if is_rounded else tensor.dtype)
+                dtype = dtype if all(part.to(dtype).to(part.dtype).equal(part) for part in parts) else tensor.dtype
+            yield Weight(names, tensor, dtype)
         if missing:
             raise EngineError(f"load_weights needs every weight of the model; {min(missing)!r} is missing")
 

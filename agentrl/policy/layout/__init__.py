@@ -115,6 +115,8 @@ def hidden_states(model: Any, inputs: Inputs) -> Tensor:
         arguments["agentrl_rows"] = Rows.from_paths(inputs.paths, inputs.ids_BL, continues=can_continue(model))
     if layout == "tree":
         arguments["agentrl_tree"] = inputs.tree
+        if "agentrl_rows" not in arguments:  # else transformers reads the positions, and waits for the device
+            arguments["attention_mask"] = torch.ones_like(inputs.ids_BL)
     elif layout == "packed" and attends_by_rows(model):
         arguments["agentrl_packed"] = PackedRows.from_paths(inputs.paths, inputs.ids_BL)
         arguments["attention_mask"] = torch.ones_like(inputs.ids_BL)

@@ -400,7 +400,7 @@ def tree_attention_of(model: Any) -> AbstractContextManager[None]:
     """
     if reason := why_not(model):
         raise TreeError(reason)
-    AttentionInterface.register(NAME, _attend)
+    AttentionInterface.register(NAME, _uncompiled_attend() if has_compiled_layers(model) else _attend)
     AttentionMaskInterface.register(NAME, no_mask)
     return attention_set(model, NAME)
 
@@ -416,6 +416,17 @@ def attention_set(model: Any, name: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def has_compiled_layers(model: nn.Module) -> bool:
+    """Return whether parts of a model are compiled (`compile_layers`)."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+@cache
+def _uncompiled_attend() -> Any:
+    """Return attention that stays outside of a layer's graphs: each tree has blocks of its own, and flex is compiled apart."""
+    return torch.compiler.disable(_attend)
 
 
 def why_not(model: Any) -> str | None:

@@ -11,7 +11,7 @@ from agentrl.credit import CreditScheme, installed_credit, load_credit
 from agentrl.data.plain import is_number
 from agentrl.errors import CreditError
 from agentrl.report.advise import credits_of
-from agentrl.report.calls import difference_of, ignored_by, kind_of, lanes, relation
+from agentrl.report.calls import dialect_of, difference_of, ignored_by, kind_of, lanes, relation
 from agentrl.report.records import TrajectoryRecord, TurnRecord, calls_of, groups_of
 from agentrl.report.terminal import Decode
 from agentrl.types import Message, Need
@@ -129,6 +129,7 @@ def _turn(turn: TurnRecord, number: int, credited: dict[str, Any]) -> dict[str, 
         "agent": _bounded(turn.agent, _MAX_PREVIEW),
         "kind": kind_of(turn),
         "relation": relation(turn, number),
+        "dialect": _bounded(dialect_of(turn), _MAX_PREVIEW),
         "difference": _bounded(difference_of(turn), _MAX_TEXT),
         "ignored": [_bounded(f"{name}: {value}", _MAX_PREVIEW) for name, value in ignored_by(turn).items()],
         "observationTokens": len(turn.observation_ids),

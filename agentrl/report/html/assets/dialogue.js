@@ -188,6 +188,7 @@ function turnNotes(turn, number, key) {
     turn.branches?.length &&
       `forks earned ${turn.branches.map((rewards) => shown(rewards.reduce((sum, each) => sum + each, 0))).join(", ")}`,
     turn.state !== null && `state ${turn.state}`,
+    turn.dialect && `dialect ${turn.dialect}`,
     turn.ignored.length > 0 && `not taken over: ${turn.ignored.join(", ")}`,
   ];
   return el("p", { class: "notes" }, plain(parts.filter(Boolean).join(" · ")));
