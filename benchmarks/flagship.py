@@ -121,7 +121,7 @@ def run(out: Path, jobs: Sequence[Job], *, num_jobs: int, runs: Path, more: Sequ
 
 def by_arm(known: dict[Job, Result]) -> dict[str, dict[int, Result]]:
     """Return the results of each arm by seed."""
-    return {arm: {job.seed: result for job, result in known.items() if job.arm == arm} for arm in ARMS}
+    return {arm: {job.seed: result for job, result in sorted(known.items()) if job.arm == arm} for arm in ARMS}
 
 
 def tell(known: dict[Job, Result]) -> None:
