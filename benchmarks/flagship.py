@@ -200,7 +200,13 @@ def plot(known: dict[Job, Result], path: Path) -> None:
     axis.annotate(
         f"{mean[-1]:.0f} %", (at[-1], mean[-1]), ha="left", va="center", xytext=(8, 0), textcoords="offset points"
     )
-    axis.set(xlabel="training step", ylabel="treasures found in other mazes, %", ylim=(0, 100), xlim=(0, at[-1] * 1.08), xticks=at)
+    axis.set(
+        xlabel="training step",
+        ylabel="treasures found in other mazes, %",
+        ylim=(0, 100),
+        xlim=(0, at[-1] * 1.08),
+        xticks=at,
+    )
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
