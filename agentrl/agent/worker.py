@@ -76,9 +76,9 @@ class _Worker:
         self.waiting: dict[int, Future[dict[str, Any]]] = {}
         """Ends of the tasks that are played."""
         self._number = next(_numbers)
-        started: Future[subprocess.Popen[str]] = Future()
+        started: Future[None] = Future()
         threading.Thread(target=self._read, args=(function, started), name="agent worker", daemon=True).start()
-        self._process = started.result()
+        started.result()
 
     def play(self, task: dict[str, Any], session: AgentSession) -> tuple[int, Future[dict[str, Any]]]:
         """Return the number of the task, and its end."""
@@ -116,16 +116,16 @@ class _Worker:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
 
-    def _read(self, function: str, started: "Future[subprocess.Popen[str]]") -> None:
+    def _read(self, function: str, started: "Future[None]") -> None:
         argv = dying_with_parent([sys.executable, "-m", "agentrl.agent.worker", function])
         try:
-            process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True
             )
         except OSError as error:
             started.set_exception(error)
             return
-        started.set_result(process)
+        started.set_result(None)
         assert process.stdin is not None
         assert process.stdout is not None
         for line in process.stdout:

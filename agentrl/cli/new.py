@@ -70,9 +70,9 @@ def write_new_env(name: str, folder: Path, *, template: str = "env") -> str:
 SCHEMA = "recipe.schema.json"
 _TASKS, _MAX_TURNS = 8, 60
 _CHARS_A_TOKEN = 2
+"""Characters per token of a tokenizer trained on the environment's own dialogues: at least so many, as a rule."""
 _AGENT_CHARS = 8000
 """Characters that an agent is taken to add to a task: its prompt, its tools and their results."""
-"""Characters per token of a tokenizer trained on the environment's own dialogues: at least so many, as a rule."""
 
 Data = dict[str, Any]
 
@@ -147,7 +147,7 @@ def new_recipe(
     pretrained = None if model is None else _look_at_model(model, is_adapted=is_adapted)
     data: Data = played | (_of_local(seen) if pretrained is None else _of_pretrained(pretrained, seen))
     if config.agent is not None:
-        data["rollout"].pop("cut_off", None)  # the agent is told, and does as it likes
+        data["rollout"].pop("cut_off", None)  # an agent sees that its answer was cut off, and goes on as it likes
     whole = load_recipe(data, overrides)
     given = [word.partition("=")[0].removeprefix("--") for word in overrides if word.startswith("--")]
     planned = None

@@ -3,6 +3,7 @@
 `T` trained tokens, `D` hidden size, `V` vocabulary.
 """
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -254,8 +255,10 @@ def _lacking_compiler(device: torch.device) -> str | None:
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
 
-    if torch._dynamo.config.disable:
-        return "torch is told not to compile (TORCHDYNAMO_DISABLE), as by vLLM in this process on a CPU; use a server for it"
+    if (
+        torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    ):  # torch reads it whenever it compiles
+        return "TORCHDYNAMO_DISABLE turns it off, as vLLM does in its process on a CPU: set engine.name to vllm_server"
     if device.type != "cpu":
         return None if has_triton() else "install Triton (pip install triton; on Windows triton-windows)"
     try:

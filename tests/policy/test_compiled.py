@@ -1,6 +1,5 @@
 """Compiled layers of a tiny Qwen3: the same losses and gradients, and how many graphs that takes."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from agentrl.policy.config import Layout, LocalModelConfig
 from agentrl.policy.model import compile_layers, make_local_model
 from tests.support.each import each
 from tests.support.learners import TOKENIZER, make_learner
-from tests.support.processes import in_process
 from tests.support.trajectories import some_groups
 
 GROUPS = some_groups([4, 4, 4])
@@ -51,7 +49,12 @@ def gradients(
     return gradient, torch.cat([weight.flatten() for weight in found if weight is not None])
 
 
-@pytest.mark.process
+@pytest.fixture(autouse=True)
+def may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch compile: vLLM in the process of the tests turns that off."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+
+
 @each(
     ("layout", "checkpointing", "graphs", "breaks"),
     [
@@ -64,19 +67,15 @@ def gradients(
 def test_a_layer_is_one_graph_for_each_kind_of_pass(
     layout: Layout, checkpointing: bool, graphs: int, breaks: int
 ) -> None:
-    # Both layers share their graphs: with a gradient and without, for one line and for several (a tree has one line, and
-    # its attention lies between graphs of the layer and of its part around it), more in passes that run again.
-    # In a process of its own: vLLM, imported by another test, turns compilation off.
-    assert in_process(partial(count_graphs, layout, checkpointing)) == (graphs, breaks)
-
-
-def count_graphs(layout: Layout, checkpointing: bool) -> tuple[int, int]:
-    """Compare a compiled minibatch with one that is not; return its numbers of graphs and of breaks."""
     expected, gradient_W = gradients(layout, None, max_tokens=60, checkpointing=checkpointing)
+    torch._dynamo.reset()
+    counters.clear()
     found, compiled_W = gradients(layout, "aot_eager", max_tokens=60, checkpointing=checkpointing)
     assert found.stats.loss == pytest.approx(expected.stats.loss, rel=1e-6)
     torch.testing.assert_close(compiled_W, gradient_W, rtol=1e-5, atol=1e-7)
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    # Both layers share their graphs: with a gradient and without, for one line and for several (a tree has one line, and
+    # its attention lies between graphs of the layer and of its part around it), more in passes that run again.
+    assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (graphs, breaks)
 
 
 @pytest.mark.slow
@@ -93,20 +92,18 @@ def test_weights_keep_their_names_and_what_lacks_is_named(monkeypatch: pytest.Mo
     names = list(model.state_dict())
     compile_layers(model, CPU)
     assert list(model.state_dict()) == names
-    disabled = torch._dynamo.config.patch(disable=True)
-    with (
-        disabled,
-        pytest.raises(ConfigError, match=r"train\.compile: torch is told not to compile \(TORCHDYNAMO_DISABLE\)"),
-    ):
-        compile_layers(a_model(), CPU)
 
     def none_here() -> str:
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_here)
-    with pytest.raises(ConfigError, match=r"train\.compile: install a C\+\+ compiler .*, or set it to none"):
-        compile_layers(a_model(), CPU)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # as by vLLM in the process, after torch was imported
+        with pytest.raises(ConfigError, match=r"TORCHDYNAMO_DISABLE .* engine\.name to vllm_server"):
+            compile_layers(a_model(), CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpp_builder, "get_cpp_compiler", none_here)
+        with pytest.raises(ConfigError, match=r"install a C\+\+ compiler .*, or set it to none"):
+            compile_layers(a_model(), CPU)
     unnamed = torch.nn.Linear(2, 2)
     unnamed._no_split_modules = None  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"train\.compile: Linear does not name its layers"):
