@@ -255,9 +255,8 @@ def _lacking_compiler(device: torch.device) -> str | None:
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
 
-    if (
-        torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-    ):  # torch reads it whenever it compiles
+    # torch reads the variable whenever it compiles, and the configuration once.
+    if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "TORCHDYNAMO_DISABLE turns it off, as vLLM does in its process on a CPU: set engine.name to vllm_server"
     if device.type != "cpu":
         return None if has_triton() else "install Triton (pip install triton; on Windows triton-windows)"
