@@ -102,8 +102,8 @@ ROWS = {
     "0.6B_shared_75": Row(turns=shared(0.75), vocab_size=151_936, size="0.6B", precision="bfloat16"),
     "0.6B_tools": Row(turns=_TOOLS, vocab_size=151_936, size="0.6B", precision="bfloat16"),
 }
-"""Tools: three quarters of what follows the prompt are observations. Flagship: a step of `examples/guess.yaml`, with random
-tokens in its lengths. `0.6B`: for GPUs."""
+"""Tools: three quarters of what follows the prompt are observations. Flagship: SmolLM2-135M-Instruct, four short
+turns of random tokens. `0.6B`: for GPUs."""
 QUICK = {"shared_75": replace(ROWS["shared_75"], groups=2, turns=shared(0.75, 128), faster=None, leaner=None)}
 
 
