@@ -11,9 +11,9 @@ Results are appended to FILE as JSON lines with the fields of the recipe that a 
 again, and one that was killed goes on from its last checkpoint, so that its times are those of the rest. Run folders are kept
 in `--runs`.
 
-`tell` prints a table of the arms, the paired differences by seed, and draws the arm of the recipe: a curve for each seed.
-`area` is the mean of held-out success over the evaluations after training began. p is two-sided, of an exact permutation of
-signs; with n pairs it is at least 2 / 2^n.
+`tell` prints a table of the arms, the paired differences by seed and the recipe's fields, and draws the arm of the recipe: a
+curve for each seed. `area` is the mean of held-out success over the evaluations after training began. p is two-sided, of an
+exact permutation of signs; with n pairs it is at least 2 / 2^n.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from typing import NamedTuple
 from agentrl.report.folder import RunFolder
 from benchmarks.cells import sign_flip_p
 from benchmarks.evidence import Result, area, at_the_end, figures, mean_and_error
-from benchmarks.result_lines import ROOT, append_line, read_lines
+from benchmarks.result_lines import ROOT, append_line, fields_block, read_lines
 
 RECIPE = "examples/treasure.yaml"
 RATIOS = {
@@ -144,6 +144,7 @@ def tell(known: dict[Job, Result]) -> None:
     print()
     for name, pairs in contrasts().items():
         tell_difference(name, [differences(arms, ours, others) for ours, others in pairs])
+    print(f"\n{fields_block(RECIPE)}")
 
 
 def contrasts() -> dict[str, list[tuple[str, str]]]:
