@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.chat import train_tokenizer
-from agentrl.distributed.processes import barrier
+from agentrl.distributed.processes import barrier, num_processes
 from agentrl.learn.config import TrainConfig
 from agentrl.learn.policy_state import PolicyState
 from agentrl.policy.model import Policy, load_pretrained
@@ -63,7 +63,7 @@ def load(folder: str, how: str) -> tuple[float, float, float]:
     start = time.monotonic()
     with Peak() as memory:
         if how == "parts":
-            model, _, shares = load_sharded(folder)
+            model, _, shares = load_sharded(folder, num_shards=num_processes())
             policy = Policy(model, sharded_checkpoint=shares)
             del shares
         else:

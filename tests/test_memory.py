@@ -302,6 +302,7 @@ def test_kept_versions_are_counted_in_the_hosts_memory(lora: LoraSettings | None
 
     assert counted(*options) == counted(*options, gpus=4) == held > 0
     assert counted(*options, "--train.sharding", "full", gpus=4) == held // 4
+    assert counted(*options, "--train.sharding", "full", "--train.replicas", "2", gpus=4) == held // 2
     assert counted(*plain) == 0
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from agentrl.distributed.processes import is_main, num_processes, process_index
 
@@ -28,14 +28,23 @@ _WITHOUT_FROZEN = StateDictOptions(strict=False)
 
 
 def shard(
-    policy: nn.Module, layers: Collection[str], device: torch.device, *, compute_dtype: torch.dtype | None = None
+    policy: nn.Module,
+    layers: Collection[str],
+    device: torch.device,
+    *,
+    replicas: int = 1,
+    compute_dtype: torch.dtype | None = None,
 ) -> None:
     """Shard a policy's weights, layer by layer (`layers` are class names), and the rest as one unit.
 
     With `compute_dtype` a layer is put together in that dtype, and freed after it is computed; autocast alone would keep a
     copy of every weight in half precision until the backward pass. Gradients are added up in float32.
+
+    With several `replicas`, as many groups of consecutive ranks each have all shards.
     """
-    mesh = init_device_mesh(device.type, (num_processes(),))
+    groups = {"shard": num_processes() // replicas}
+    groups = {"replicate": replicas} | groups if replicas > 1 else groups
+    mesh = init_device_mesh(device.type, tuple(groups.values()), mesh_dim_names=tuple(groups))
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32)
     for module in list(policy.modules()):
         if type(module).__name__ in layers:
@@ -55,7 +64,8 @@ def gather_to(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors on one rank, and tensors without content on the others; every rank must go through all of them.
 
-    Shards are gathered in buckets of at most `bucket_bytes`, or of one larger tensor, in the dtype that they have.
+    Shards are gathered in buckets of at most `bucket_bytes`, or of one larger tensor, in the dtype that they have, from the
+    replica that the rank belongs to.
     """
     bucket, size = list[tuple[str, Tensor]](), 0
     for name, tensor in named_tensors:
@@ -68,13 +78,17 @@ def gather_to(
 
 
 def _gather(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple[str, Tensor]]:
-    parts = {name: _bytes(tensor) for name, tensor in bucket if isinstance(tensor, DTensor)}
+    sharded = {name: tensor for name, tensor in bucket if isinstance(tensor, DTensor)}
+    parts = {name: _bytes(tensor) for name, tensor in sharded.items()}
     is_receiver = process_index() == rank
     begin, received = 0, torch.empty(0, dtype=torch.uint8)
     if parts:
         own = torch.cat(list(parts.values()))
-        received = own.new_empty(num_processes() if is_receiver else 0, len(own))
-        dist.gather(own, list(received) if is_receiver else None, dst=rank)
+        group = next(iter(sharded.values())).device_mesh.get_group(-1)
+        ranks = dist.get_process_group_ranks(group)
+        if rank in ranks:
+            received = own.new_empty(len(ranks) if is_receiver else 0, len(own))
+            dist.gather(own, list(received) if is_receiver else None, dst=rank, group=group)
     for name, tensor in bucket:
         if not is_receiver:
             yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -89,10 +103,10 @@ def _gather(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple[s
 
 def _bytes(tensor: DTensor) -> Tensor:
     """Return this rank's rows of a tensor as bytes, padded to those of the first rank, which has the most."""
-    if tensor.placements != (Shard(0),):
-        raise ValueError(f"expected a weight whose rows are sharded over all ranks, got {tensor.placements}")
+    if tensor.placements not in ((Shard(0),), (Replicate(), Shard(0))):
+        raise ValueError(f"expected a weight whose rows are sharded over ranks, got {tensor.placements}")
     own = tensor.to_local()
-    rows = -(-len(tensor) // num_processes())
+    rows = -(-len(tensor) // tensor.device_mesh.size(-1))
     padded = own if len(own) == rows else torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
     return padded.contiguous().flatten().view(torch.uint8)
 

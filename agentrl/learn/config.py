@@ -554,6 +554,9 @@ class TrainConfig(BaseModel):
     sharding: Literal["none", "full"] = "none"
     """Sharding over ranks. `none`: each holds all weights (DDP). `full`: weights, gradients and the optimizer's state are
     sharded (FSDP2)."""
+    replicas: Count = 1
+    """Groups of consecutive ranks over each of which weights are sharded (HSDP), with `sharding: full`. As many as machines:
+    weights are gathered within a machine, and gradients alone cross the network."""
     offload: Annotated[tuple[Literal["optimizer", "weights"], ...], MayChange()] = ()
     """State that waits in the host's memory, pinned if the device is a GPU; results are the same to the last bit. `optimizer`:
     moments, which come back for each weight's part of an update alone. `weights`: those of policy and reference while episodes
@@ -583,6 +586,8 @@ class TrainConfig(BaseModel):
             raise ValueError(f"optimizer: {self.optimizer} cannot be sharded (sharding: full); set it to adamw")
         if self.sharding == "full" and self.compile == "layers":
             raise ValueError("compile: layers and sharding: full were never tried together; set one of them to none")
+        if self.replicas > 1 and self.sharding == "none":
+            raise ValueError(f"replicas: {self.replicas} are of shards; set sharding: full, or remove replicas")
         if "optimizer" in self.offload and self.optimizer != "adamw":
             raise ValueError(
                 f"offload: optimizer: {self.optimizer} keeps its own; set it to adamw, or take it out of offload"
@@ -596,7 +601,22 @@ class TrainConfig(BaseModel):
 
     def is_sharded(self, num_processes: int) -> bool:
         """Return whether weights are sharded: a single rank has them whole, whatever `sharding` is."""
-        return self.sharding == "full" and num_processes > 1
+        return self.num_shards(num_processes) > 1
+
+    def num_shards(self, num_processes: int) -> int:
+        """Return the number of ranks over which each weight is sharded.
+
+        Raises:
+            ConfigError: if `replicas` leaves a rank over, or nothing to shard.
+        """
+        if self.sharding == "none" or num_processes == 1:
+            return 1
+        if num_processes % self.replicas or num_processes == self.replicas > 1:
+            raise ConfigError(
+                f"train.replicas: {self.replicas} groups of at least 2 ranks cannot be made of {num_processes}; set it to a "
+                "smaller divisor of their number"
+            )
+        return num_processes // self.replicas
 
     def agreement_bound(self, rounding_error: float = 0.0) -> float:
         """Return `agreement`, or the precision's default if it is None.

@@ -131,7 +131,8 @@ class PolicyState:
         if self.is_sharded:  # not by accelerate, which knows no FSDP2 on a CPU
             dtype = torch.bfloat16 if config.precision == "bfloat16" else None
             for module in filter(None, (policy, self.reference)):
-                shard(module, policy.model._no_split_modules or (), self.device, compute_dtype=dtype)
+                layers = policy.model._no_split_modules or ()
+                shard(module, layers, self.device, replicas=config.replicas, compute_dtype=dtype)
                 materialize(module.model, module.sharded_checkpoint)
                 module.sharded_checkpoint.clear()
         optimizer = make_optimizer(

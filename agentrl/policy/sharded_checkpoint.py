@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from agentrl.distributed.processes import num_processes
+from agentrl.distributed.processes import num_processes, process_index
 from agentrl.models.auto_classes import LAYER_KINDS, auto_class, name_body, with_layers
 from agentrl.policy.model import (
     checkpoint_errors,
@@ -27,12 +27,13 @@ _VOCABULARY = 512
 
 
 def load_sharded(
-    name_or_path: str, *, attention: str | None = None, field: str = "model.name_or_path"
+    name_or_path: str, *, num_shards: int, attention: str | None = None, field: str = "model.name_or_path"
 ) -> tuple[Any, Any, dict[str, Tensor]]:
     """Return (model on `meta`, tokenizer, this process's part of each weight in float32); called on every process.
 
-    A part is what FSDP2 gives a process: of the first dimension, an even share in the order of the processes. Of what does
-    not come in parts (`can_load_sharded`) each process reads the whole, and has none.
+    A part is what FSDP2 gives a process: of the first dimension, an even share in the order of the processes, of which
+    `num_shards` in a row have all. Of what does not come in parts (`can_load_sharded`) each process reads the whole, and has
+    none.
 
     Raises:
         ConfigError: as `load_pretrained`.
@@ -59,7 +60,16 @@ def load_sharded(
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, buffer)
     model.generation_config, model.config.name_or_path = loaded.generation_config, source
-    return model, tokenizer, {name: weight.detach().to_local() for name, weight in loaded.named_parameters()}
+    weights = ((name, weight.detach()) for name, weight in loaded.named_parameters())
+    if num_shards == num_processes():
+        return model, tokenizer, {name: weight.to_local() for name, weight in weights}
+    return model, tokenizer, {name: _rows(weight.full_tensor(), num_shards) for name, weight in weights}
+
+
+def _rows(whole: Tensor, num_shards: int) -> Tensor:
+    """Return a copy of this process's part of a weight; transformers reads another for each process alone."""
+    rows = ceil(len(whole) / num_shards)
+    return whole[process_index() % num_shards * rows :][:rows].clone()
 
 
 def can_load_sharded(config: Any, num: int) -> bool:

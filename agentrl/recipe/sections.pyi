@@ -342,6 +342,8 @@ class TrainSection(TypedDict, total=False):
     r"""`bfloat16`: autocast over float32 weights."""
     sharding: Literal["none", "full"]
     r"""Sharding over ranks. `none`: each holds all weights (DDP). `full`: weights, gradients and the optimizer's state are sharded (FSDP2)."""
+    replicas: int
+    r"""Groups of consecutive ranks over each of which weights are sharded (HSDP), with `sharding: full`. As many as machines: weights are gathered within a machine, and gradients alone cross the network."""
     offload: Sequence[Literal["optimizer", "weights"]]
     r"""State that waits in the host's memory, pinned if the device is a GPU; results are the same to the last bit. `optimizer`: moments, which come back for each weight's part of an update alone. `weights`: those of policy and reference while episodes are sampled; useful with `engine.sleep`, or an engine that is not vLLM."""
     process_timeout_s: float

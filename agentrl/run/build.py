@@ -349,7 +349,7 @@ def _load_model(
     return build_model(
         recipe.model,
         max_context_tokens=rollout.max_context_tokens,
-        is_sharded=recipe.train.is_sharded(num_processes()),
+        num_shards=recipe.train.num_shards(num_processes()),
         tokenizer=tokenizer,
     )
 

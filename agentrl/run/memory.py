@@ -413,8 +413,8 @@ def _half(recipe: Recipe) -> int:
 def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> ProcessMemory:
     """Return the peak memory of a rank that trains: in an update's second micro-batch, or in sampling."""
     train, counted = recipe.train, sizes.weights
-    is_sharded = train.is_sharded(num_processes)
-    shards = num_processes if is_sharded else 1
+    shards = train.num_shards(num_processes)
+    is_sharded = shards > 1
     is_in_parts = recipe.model.name_or_path is not None and can_load_sharded(sizes.config, num_processes)
     frozen = counted.total - counted.trained
     has_reference = (

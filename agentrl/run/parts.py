@@ -288,7 +288,7 @@ def build_model(
     config: ModelConfig,
     *,
     max_context_tokens: int,
-    is_sharded: bool = False,
+    num_shards: int = 1,
     tokenizer: Any = None,
 ) -> ModelPart:
     """Return the model to train, on the CPU; or, if it is sharded, without weights and with this rank's parts of them.
@@ -296,7 +296,7 @@ def build_model(
     Args:
         config: section `model` of the recipe.
         max_context_tokens: longest row, in tokens (`rollout.max_context_tokens`).
-        is_sharded: each rank reads its part of a checkpoint.
+        num_shards: number of ranks over which each weight is sharded: each reads its part of a checkpoint.
         tokenizer: that of a local model. None: one that knows bytes only.
 
     Raises:
@@ -307,8 +307,10 @@ def build_model(
         tokenizer = bytes_tokenizer() if tokenizer is None else tokenizer
         model = make_local_model(config.local, tokenizer, attention=config.attention)
     else:
-        if is_sharded:
-            model, tokenizer, sharded_checkpoint = load_sharded(config.name_or_path, attention=config.attention)
+        if num_shards > 1:
+            model, tokenizer, sharded_checkpoint = load_sharded(
+                config.name_or_path, num_shards=num_shards, attention=config.attention
+            )
         else:
             model, tokenizer = load_pretrained(config.name_or_path, attention=config.attention)
         fix_frequencies(model, max_context_tokens)

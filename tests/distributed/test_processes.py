@@ -387,6 +387,39 @@ def test_a_sync_gathers_weights_on_the_only_rank_that_has_an_engine_in_its_dtype
     assert all(loaded[name].equal(tensor.bfloat16() if tensor.ndim > 1 else tensor) for name, tensor in whole.items())
 
 
+def replicated(replicas: int, folder: Path) -> tuple[Any, list[Tensor], dict[str, Tensor], dict[str, Tensor], bool]:
+    """Metrics, gradients, weights, those for a sync, and whether a resumed run goes on to the last bit."""
+    settings: dict[str, Any] = {"loss": SOME, "is_double": True, "num_minibatches": 1, "max_tokens_per_micro_batch": 60}
+    settings |= {"sharding": "full", "replicas": replicas}
+    learner, resumed = make_learner(**settings), make_learner(**settings)
+    metrics, found = gradients(learner, *credited([4, 3, 1, 2]))
+    sent = {name: tensor.clone() for name, tensor in learner.state.weights_for(0, None)}
+    learner.state.save(folder)
+    all_gather([0])
+    resumed.state.load(folder)
+    rows = [one.update(*credited([2, 3]), version=2) for one in (learner, resumed)]
+    weights, others = (dict(one.state.weights()) for one in (learner, resumed))
+    is_same = rows[0] == rows[1] and all(torch.equal(others[name], tensor) for name, tensor in weights.items())
+    return metrics, found, weights, sent, is_same
+
+
+def test_replicas_of_shards_train_sync_and_resume_as_one_process(tmp_path: Path) -> None:
+    metrics, gradient, weights, sent, _ = replicated(1, tmp_path / "alone")
+    first, *others = together(4, tmp_path, replicated, 2, tmp_path / "shards")
+    for found_metrics, found_gradient, found_weights, _, is_same in (first, *others):
+        assert is_same
+        assert found_metrics == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+        for one, other in zip(found_gradient, gradient, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(found_weights[name], tensor, rtol=1e-7, atol=1e-9)
+    for name, tensor in sent.items():
+        torch.testing.assert_close(first[3][name], tensor, rtol=1e-7, atol=1e-9)
+    assert all(tensor.is_meta for _, _, _, of_other, _ in others for tensor in of_other.values())
+    files = list((tmp_path / "shards" / "shards").glob("*.safetensors"))
+    assert sum(file.stat().st_size for file in files) < 1.2 * 3 * sum(tensor.nbytes for tensor in weights.values())
+
+
 def notes() -> list[dict[str, Any]]:
     learner = make_learner(is_double=True, num_minibatches=2, max_tokens_per_micro_batch=60)
     groups, credits = credited([4, 3, 2])

@@ -62,9 +62,9 @@ def new_policy(model: Any, shares: dict[str, Tensor], lora: LoraSettings | None)
     return Policy(model, sharded_checkpoint=shares)
 
 
-def seen(policy: Policy, *, sharding: str) -> tuple[Tensor, dict[str, Tensor], Tensor, bool]:
+def seen(policy: Policy, *, sharding: str, replicas: int = 1) -> tuple[Tensor, dict[str, Tensor], Tensor, bool]:
     """Log-probabilities of a row, the weights, the gradients that can be, and whether the reference agrees."""
-    config = TrainConfig.model_validate({"device": "cpu", "sharding": sharding})
+    config = TrainConfig.model_validate({"device": "cpu", "sharding": sharding, "replicas": replicas})
     state = PolicyState(policy, accelerator=Accelerator(cpu=True), config=config, reference=copy.deepcopy(policy))
     inputs, index = lay_out([ROW], "padded")
     slot_T = torch.from_numpy(index(np.zeros_like(ROW[1:]), np.arange(len(ROW) - 1)))
@@ -80,26 +80,30 @@ def seen(policy: Policy, *, sharding: str) -> tuple[Tensor, dict[str, Tensor], T
     return of_policy.detach(), weights, gradient, bool((of_policy == of_reference).all())
 
 
-def in_parts(folder: Path, names: list[str], lora: LoraSettings | None) -> dict[str, Any]:
+def in_parts(folder: Path, names: list[str], lora: LoraSettings | None, replicas: int = 1) -> dict[str, Any]:
     Accelerator(cpu=True)
     found = {}
     for name in names:
-        model, _, shares = load_sharded(str(folder / name))
+        model, _, shares = load_sharded(str(folder / name), num_shards=num_processes() // replicas)
         has_all_experts = num_processes() == 2 or name not in WITH_FOUR_EXPERTS
         assert all(weight.is_meta == has_all_experts == bool(shares) for weight in model.parameters())
-        found[name] = seen(new_policy(model, shares, lora), sharding="full")
+        found[name] = seen(new_policy(model, shares, lora), sharding="full", replicas=replicas)
     return found
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("num_processes", "lora"), first_quick([(2, LORA), (2, None), (3, None)]), ids=str)
-def test_parts_are_of_the_whole(num_processes: int, lora: LoraSettings | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_processes", "lora", "replicas"),
+    first_quick([(2, LORA, 1), (2, None, 1), (3, None, 1), (4, LORA, 2)]),
+    ids=str,
+)
+def test_parts_are_of_the_whole(num_processes: int, lora: LoraSettings | None, replicas: int, tmp_path: Path) -> None:
     names = [name for name in MODELS if lora is None or name in ("Qwen3", "GPT-2", "Gemma 3 with images")]
     expected = {}
     for name in names:
         model, _ = load_pretrained(str(checkpoint(name, tmp_path)))
         expected[name] = seen(new_policy(model, {}, lora), sharding="none")
-    for found in together(num_processes, tmp_path, in_parts, tmp_path, names, lora):
+    for found in together(num_processes, tmp_path, in_parts, tmp_path, names, lora, replicas):
         for name in names:
             (logprobs_T, weights, gradient, agrees), (logprobs, own, of_one, _) = found[name], expected[name]
             assert agrees, name

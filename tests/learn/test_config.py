@@ -1,11 +1,12 @@
-"""The section `loss` of a recipe: ranges, names of algorithms, contradictions, words."""
+"""The sections `loss` and `train` of a recipe: ranges, names of algorithms, contradictions, words."""
 
 import math
 
 import pytest
 from pydantic import ValidationError
 
-from agentrl.learn.config import LossConfig
+from agentrl.errors import ConfigError
+from agentrl.learn.config import LossConfig, TrainConfig
 from agentrl.learn.tokens import RatioUnit
 from tests.support.each import each
 from tests.support.ratio_batches import UNITS
@@ -180,3 +181,21 @@ def test_a_field_beside_the_name_overrides_and_takes_its_range_along() -> None:
 
 def test_a_constant_length_goes_with_its_aggregation() -> None:
     assert LossConfig(aggregation="constant", constant_length=100).constant_length == 100
+
+
+def test_weights_are_sharded_over_the_ranks_of_a_replica() -> None:
+    train = TrainConfig(sharding="full", replicas=2)
+    assert [train.num_shards(ranks) for ranks in (1, 4, 16)] == [1, 2, 8]
+    assert [train.is_sharded(ranks) for ranks in (1, 4)] == [False, True]
+    assert [TrainConfig(sharding="full").num_shards(3), TrainConfig().num_shards(4)] == [3, 1]
+
+
+@each("ranks", [2, 3])
+def test_replicas_that_leave_a_rank_over_or_nothing_to_shard_are_refused(ranks: int) -> None:
+    with pytest.raises(ConfigError, match=f"^train.replicas: 2 groups of at least 2 ranks cannot be made of {ranks};"):
+        TrainConfig(sharding="full", replicas=2).num_shards(ranks)
+
+
+def test_replicas_of_whole_weights_are_refused() -> None:
+    with pytest.raises(ValidationError, match="replicas: 2 are of shards; set sharding: full"):
+        TrainConfig(replicas=2)
