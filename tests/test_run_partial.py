@@ -100,6 +100,22 @@ def test_on_a_gpu_there_is_lockstep_only_if_asked_for(
     assert asked.lockstep is expected
 
 
+def test_an_engine_that_keeps_no_cache_over_a_sync_is_refused(tmp_path: Path) -> None:
+    settings = recipe(tmp_path, rollout={"mode": "async", "keep_cache": True})
+    with pytest.raises(
+        ConfigError, match=r"rollout\.keep_cache: engine\.name: auto keeps no cache; set it to vllm_server"
+    ):
+        build_engine(
+            Asked(),
+            None,
+            rollout=settings.rollout,
+            train=settings.train.model_copy(update={"precision": "bfloat16"}),
+            shard=TaskShard(1),
+            device=torch.device("cpu"),
+            handover=tmp_path,
+        )
+
+
 def test_a_run_resumes_under_another_recipe_in_another_mode(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path, "partial", 6), killed_at=3)

@@ -33,7 +33,7 @@ def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest
         "env": {"id": "key_door"},
         "model": {"local": {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}},
         "engine": {"name": "vllm_server", "server": {"url": f"http://127.0.0.1:{free_port()}"}},
-        "rollout": {"num_groups": 2, "group_size": 2, "max_turns": 3, "max_turn_tokens": 16, "max_context_tokens": 512},
+        "rollout": {"num_groups": 2, "group_size": 2, "max_turns": 3, "max_turn_tokens": 16, "max_context_tokens": 1024},
         "train": {"steps": 2, "num_minibatches": 1, "device": "cpu"},
         "evaluation": {"num_tasks": 2},
     }
@@ -54,6 +54,13 @@ def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest
                 rows = RunFolder.open(Path(how)).metrics()
                 assert [row["step"] for row in rows] == [0, 1, 2]
                 assert all(row["first/engine_difference"] < 1e-4 for row in rows[1:])
+            # Actions under way at a sync go on with their cache, past a checkpoint and with a rank that only trains.
+            kept = ["--rollout.mode", "async", "--rollout.keep_cache", "true", "--rollout.max_turn_tokens", "300"]
+            kept += ["--loss.anchor", "sampled", "--train.checkpoint_every", "2", "--train.steps", "4"]
+            Command("launch", "--processes", "2", "recipe.yaml", "--run_dir", "kept", *kept).finish()
+            rows = RunFolder.open(Path("kept")).metrics()
+            assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+            assert any(row["staleness/max"] > 0 for row in rows[1:])
             # Of a policy with adapters the server gets the weights once, and then adapters alone.
             Command("export", "train", "base").finish()
             recipe["model"] = {"name_or_path": "base", "lora": {"rank": 4, "target_modules": ["q_proj", "up_proj"]}}

@@ -49,6 +49,8 @@ class EngineContext:
     """Samples must not depend on the timing of environments, so that the run repeats bit for bit."""
     samples_during_update: bool
     """The engine samples while the policy is updated."""
+    keeps_cache: bool = False
+    """Requests continue over weight syncs with the cache that they have (`FreezableEngine`)."""
     returns_experts: bool = False
     """Completions carry the experts chosen by the routers of a mixture (`Completion.experts`)."""
     adapters: Adapters | None = None
@@ -156,6 +158,14 @@ class ReplicatedEngine(Engine, Protocol):
         """Return one completion from each copy; otherwise like `generate`."""
 
 
+@runtime_checkable
+class FreezableEngine(Engine, Protocol):
+    """An engine whose running requests can continue over a weight sync."""
+
+    async def freeze(self) -> None:
+        """Stop sampling. At `resume` running requests continue, with the weights of then and the cache that they have."""
+
+
 class KeptBase(IntEnum):
     """State of an engine's copy of the weights that adapters change, which a weight sync need not send again."""
 
@@ -248,6 +258,9 @@ class IdleEngine:
         raise EngineError("this process has no engine")
 
     async def pause(self) -> None:
+        """Do nothing."""
+
+    async def freeze(self) -> None:
         """Do nothing."""
 
     async def resume(self) -> None:

@@ -135,6 +135,8 @@ class RolloutSection(TypedDict, total=False):
     r"""`sync`: every episode of a step is awaited before its update. `partial`: a step takes complete groups, the oldest first; the other episodes are interrupted, and continue with the next weights. `async`: the same, but sampling continues during the update, and is interrupted only while weights are replaced."""
     max_staleness: int
     r"""`partial`, `async`: groups are started at most this many steps ahead; `stale` decides about tokens that were sampled more policy versions ago."""
+    keep_cache: bool
+    r"""`async`, with vLLM's servers: actions under way at a weight sync are not interrupted. They continue under the new weights with the keys and values of the old ones, so their later tokens are sampled by neither (`mismatch/difference` with `loss.anchor: sampled`). The next action computes its context again."""
     stale: Literal["wait", "mask", "keep"]
     r"""`wait`: a step waits for the groups that would become too old, so that no token is. `mask`: the step does not wait; tokens that are too old leave the loss. `keep`: they are trained on. Either way they are counted (`staleness/too_old`)."""
     num_groups: int

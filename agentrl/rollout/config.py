@@ -40,6 +40,10 @@ class RolloutConfig(BaseModel):
     max_staleness: Amount = 2
     """`partial`, `async`: groups are started at most this many steps ahead; `stale` decides about tokens that were
     sampled more policy versions ago."""
+    keep_cache: bool = False
+    """`async`, with vLLM's servers: actions under way at a weight sync are not interrupted. They continue under the new weights
+    with the keys and values of the old ones, so their later tokens are sampled by neither (`mismatch/difference` with
+    `loss.anchor: sampled`). The next action computes its context again."""
     stale: Literal["wait", "mask", "keep"] = "wait"
     """`wait`: a step waits for the groups that would become too old, so that no token is. `mask`: the step does not
     wait; tokens that are too old leave the loss. `keep`: they are trained on. Either way they are counted
@@ -130,6 +134,10 @@ class RolloutConfig(BaseModel):
         if self.waits_for_all and self.stale != "wait":
             raise ValueError(
                 f"stale: {self.stale} has nothing to act on with mode: sync; remove it, or set mode: partial"
+            )
+        if self.keep_cache and not self.samples_during_update:
+            raise ValueError(
+                f"keep_cache: true interrupts nothing with mode: {self.mode}; remove it, or set mode: async"
             )
         if self.max_turn_tokens > self.max_episode_tokens:
             raise ValueError(

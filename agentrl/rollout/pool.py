@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.engine import Engine
-from agentrl.engine.base import retry_wait_s
+from agentrl.engine.base import FreezableEngine, retry_wait_s
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.conversation import LiveEpisode, Task
@@ -145,6 +145,15 @@ class RolloutPool:
         await self._engine.resume()
         self._clock.start()
         self._is_paused = False
+
+    async def freeze(self) -> None:
+        """Stop the engine for a while: as `pause`, but actions under way stay in it if they keep their cache (`keep_cache`)."""
+        if self._is_paused or not self._config.keep_cache:
+            await self.pause()
+            return
+        assert isinstance(self._engine, FreezableEngine), "see `build_engine`"
+        self._clock.stop()
+        await self._engine.freeze()
 
     async def pause(self) -> None:
         """Pause the engine, and record the partial action of every live episode."""

@@ -145,7 +145,9 @@ def credit_and_update(
         credits = mask_stale(groups, credits, oldest=oldest)
     clock.lap("credit_s")
     # The first minibatch is computed with the weights that sampled it: a difference means that the last weight sync failed.
-    check = None if any(replaying for replaying, _ in everyones) else parts.weight_sync.check_agreement
+    # With `keep_cache` some have keys and values of other weights; then the samples after each sync alone show it.
+    is_mixed = rollout.keep_cache or any(replaying for replaying, _ in everyones)
+    check = None if is_mixed else parts.weight_sync.check_agreement
     metrics = parts.learner.update(groups, credits, version=version, check_agreement=check)
     metrics |= parts.signals.fit(credited)  # the critic, if the scheme reads values
     clock.lap("update_s")

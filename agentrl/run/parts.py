@@ -27,7 +27,7 @@ from agentrl.agent.config import AgentConfig
 from agentrl.chat import ChatMLRenderer, Renderer, train_tokenizer
 from agentrl.distributed.processes import from_rank_zero, set_deadline
 from agentrl.engine import Engine, EngineConfig, EngineContext
-from agentrl.engine.base import AdapterEngine, Adapters, IdleEngine, is_half, merging_refused
+from agentrl.engine.base import AdapterEngine, Adapters, FreezableEngine, IdleEngine, is_half, merging_refused
 from agentrl.env import EnvDescription
 from agentrl.env.make import EnvConfig
 from agentrl.errors import ConfigError, TrainingError, UserError
@@ -413,10 +413,17 @@ def build_engine(
         max_live_episodes=rollout.live_episodes(shard.num_groups),
         repeats_exactly=is_exact and rollout.repeats_exactly(device.type),
         samples_during_update=rollout.samples_during_update,
+        keeps_cache=rollout.keep_cache,
         returns_experts=returns_experts,
         adapters=_adapters(model, lora),
     )
+    if rollout.keep_cache and context.adapters is not None and is_half(context.dtype):
+        raise ConfigError(
+            "rollout.keep_cache: actions under way lose an adapter that is replaced; set model.lora.merge: true"
+        )
     engine = config.build(context)
+    if rollout.keep_cache and not isinstance(engine, FreezableEngine):
+        raise ConfigError(f"rollout.keep_cache: engine.name: {config.name} keeps no cache; set it to vllm_server")
     if context.adapters is not None and is_half(context.dtype) and not isinstance(engine, AdapterEngine):
         raise merging_refused(f"engine.name: {config.name} takes merged weights only")
     return engine

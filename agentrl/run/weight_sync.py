@@ -44,7 +44,7 @@ def sampled_by_all(
         runner.run(pool.resume())
         sampled = runner.run(sampling)
         if waits_for_others or not continues:
-            runner.run(pool.pause())
+            runner.run(pool.freeze())
     sampled = all_gather(sampled)
     if waits_for_others and continues:
         runner.run(pool.resume())
@@ -150,7 +150,7 @@ class WeightSync:
 
         async def load() -> None:
             assert isinstance(engine, AdapterEngine)
-            await self._pool.pause()
+            await self._pool.freeze()
             await engine.load_adapters(changes, base, version)
 
         self._runner.run(load())
@@ -195,7 +195,7 @@ class WeightSync:
         """Load weights into the engine, which is paused meanwhile."""
 
         async def load() -> None:
-            await self._pool.pause()
+            await self._pool.freeze()
             await self._pool.context.engine.load_weights(weights, version)
 
         self._runner.run(load())

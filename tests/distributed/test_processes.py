@@ -369,11 +369,11 @@ def synced() -> tuple[dict[str, Tensor], dict[str, Tensor] | None, int]:
     learner = make_learner(sharding="full")
     engine = OneServer() if is_main() else IdleEngine()
 
-    async def pause() -> None:
+    async def freeze() -> None:
         """Nothing is sampled."""
 
     context = SimpleNamespace(engine=engine)
-    pool: Any = SimpleNamespace(context=context, shard=TaskShard(int(is_main())), pause=pause)
+    pool: Any = SimpleNamespace(context=context, shard=TaskShard(int(is_main())), freeze=freeze)
     with asyncio.Runner() as runner, patch.object(dist, "gather", wraps=dist.gather) as gather:
         WeightSync(pool, learner, runner=runner, seed=0, config=TrainConfig()).push(3)
     assert engine.version == 3

@@ -28,6 +28,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from transformers import DynamicCache
 
 from agentrl.engine.base import Adapters, KeptBase, Sampler
 from agentrl.engine.vllm import http as vllm_outstanding
@@ -87,8 +88,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def client(url: str, folder: Path, **config: Any) -> AsyncIterator[VLLMServer]:
-    engine = VLLMServer(ServerConfig(url=url, **config), folder=folder)
+async def client(url: str, folder: Path, *, keeps_cache: bool = False, **config: Any) -> AsyncIterator[VLLMServer]:
+    engine = VLLMServer(ServerConfig(url=url, **config), folder=folder, keeps_cache=keeps_cache)
     try:
         yield engine
     finally:
@@ -547,6 +548,73 @@ def test_what_was_paused_continues_under_other_weights(server: Server, tmp_path:
                 plain_logprobs(make_model(1), context, rest.token_ids, 1.0), abs=BOUND
             )
             assert set(rest.versions) == set((await held).versions) == {1}
+
+    run(main())
+
+
+def continued_logprobs(context: list[int], token_ids: Sequence[int], num: int) -> list[float]:
+    """Log-probabilities by the weights of seed 1 of all but `num` tokens, with the cache that those of seed 0 made."""
+    ids = torch.tensor([[*context, *token_ids]])
+    known = len(context) + num - 1  # the keys and values of a token are computed when the next one is sampled
+    cache = DynamicCache()
+    with torch.no_grad():
+        make_model(0)(ids[:, :known], past_key_values=cache)
+        logits = make_model(1)(ids[:, known:-1], past_key_values=cache).logits
+    found: list[float] = logits[0].log_softmax(-1).gather(1, ids[0, known + 1 :, None])[:, 0].tolist()
+    return found
+
+
+@needs_vllm
+def test_a_frozen_request_continues_under_other_weights_with_its_cache(server: Server, tmp_path: Path) -> None:
+    many = LONG // 4
+
+    async def main() -> None:
+        async with client(server.url, tmp_path, keeps_cache=True, timeout_s=100) as engine:
+            await engine.load_weights(weights(0), 0)
+            task = asyncio.create_task(engine.generate(prompt(2), sampling(many), "e"))
+            await until_running(server, True)
+            await engine.freeze()
+            held = asyncio.create_task(engine.generate(prompt(3), sampling(), "held"))
+            await engine.load_weights(weights(1), 1)
+            await asyncio.sleep(0.2)
+            assert not task.done()
+            assert not held.done()
+            await engine.resume()
+            done = await task
+            num = done.versions.count(0)
+            assert 0 < num < many
+            assert done.versions == (0,) * num + (1,) * (many - num)
+            before = plain_logprobs(make_model(0), prompt(2), done.token_ids[:num], 1.0)
+            assert done.logprobs[:num] == pytest.approx(before, abs=BOUND)
+            after = continued_logprobs(prompt(2), done.token_ids, num)
+            assert done.logprobs[num:] == pytest.approx(after, abs=BOUND)
+            context = [*prompt(2), *done.token_ids]
+            assert after != pytest.approx(plain_logprobs(make_model(1), prompt(2), done.token_ids, 1.0)[num:], abs=0.1)
+            # Other requests find none of that cache, and are sampled by the new weights alone.
+            again = await engine.generate(context, sampling(), "e")
+            assert again.num_cached_tokens == 0
+            for asked, answer in ((context, again), (prompt(3), await held)):
+                expected = plain_logprobs(make_model(1), asked, answer.token_ids, 1.0)
+                assert answer.logprobs == pytest.approx(expected, abs=BOUND)
+                assert set(answer.versions) == {1}
+
+    run(main())
+
+
+@needs_vllm
+def test_a_pause_returns_what_a_frozen_request_has(server: Server, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with client(server.url, tmp_path, keeps_cache=True, timeout_s=100) as engine:
+            await engine.load_weights(weights(0), 0)
+            task = asyncio.create_task(engine.generate(prompt(2), sampling(LONG), "e"))
+            await until_running(server, True)
+            await engine.freeze()
+            await engine.load_weights(weights(1), 1)
+            await engine.pause()
+            part = await task
+            assert part.finish_reason is FinishReason.ABORTED
+            assert 0 < len(part.token_ids) < LONG
+            assert set(part.versions) == {0}
 
     run(main())
 

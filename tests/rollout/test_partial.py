@@ -11,7 +11,9 @@ from agentrl.chat import Renderer
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EnvironmentFailure
 from agentrl.rollout import EnvPlayer, EpisodeContext, RolloutConfig, RolloutPool, Tasks
+from agentrl.testing import ScriptedEngine
 from agentrl.types import Message, Trajectory, TrajectoryGroup
+from tests.support.each import each
 from tests.support.talk import Talk, fails
 
 NewEngine = Callable[..., TransformersEngine]
@@ -160,3 +162,36 @@ def test_groups_that_fail_or_teach_nothing_give_way_and_a_broken_environment_sto
         table.step()
     assert table.pool.counts["retries"] >= 5
     table.close()
+
+
+class FreezableTalker(ScriptedEngine):
+    """Keeps the calls that stop it."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.calls: list[str] = []
+
+    async def pause(self) -> None:
+        self.calls.append("pause")
+
+    async def freeze(self) -> None:
+        self.calls.append("freeze")
+
+
+@each(("keeps", "calls"), [(False, ["pause"]), (True, ["freeze", "pause"])])
+def test_for_a_sync_actions_stay_in_the_engine_with_keep_cache_and_a_checkpoint_has_them_back(
+    keeps: bool, calls: list[str], renderer: Renderer
+) -> None:
+    engine: Any = FreezableTalker()
+    table = Table(engine, renderer, mode="async", keep_cache=keeps)
+    table.runner.run(table.pool.freeze())
+    table.runner.run(table.pool.pause())
+    table.runner.run(table.pool.freeze())  # nothing is left in the engine
+    assert engine.calls == calls
+    table.close()
+
+
+@each("mode", ["sync", "partial"])
+def test_a_mode_that_samples_over_no_sync_keeps_no_cache(mode: str) -> None:
+    with pytest.raises(ValueError, match=f"keep_cache: true interrupts nothing with mode: {mode}; remove it, or set"):
+        RolloutConfig.model_validate({"mode": mode, "keep_cache": True})

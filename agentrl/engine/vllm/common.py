@@ -1,6 +1,7 @@
 """Arguments, requests and answers of vLLM, in this process or over HTTP. Names are those of vLLM 0.32."""
 
 import math
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -210,6 +211,11 @@ def parse_choice(choice: Any) -> tuple[list[int], list[float], FinishReason]:
     if not all(_NO_LOGPROB < logprob < math.inf for logprob in logprobs):
         raise EngineError("vLLM's server sampled from a distribution that is not one: its weights are not finite")
     return token_ids, logprobs, reason
+
+
+def abort_body(server_ids: Iterable[str]) -> dict[str, list[str]]:
+    """Return the body of an abort, with the server's names of requests."""
+    return {"request_ids": [f"generate-tokens-{server_id}" for server_id in server_ids]}
 
 
 def check_success(answer: Any) -> None:

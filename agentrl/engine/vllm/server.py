@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -22,6 +22,7 @@ from agentrl.engine.vllm.common import (
     ADAPTER,
     MIN_TEMPERATURE,
     ServerConfig,
+    abort_body,
     check_success,
     parse_choice,
     sampled_logprobs,
@@ -36,23 +37,19 @@ from agentrl.engine.vllm.weights import (
     ServedModel,
     Weight,
     address_towards,
-    changes_in_buckets,
-    in_buckets,
     listen,
     load_served_model,
     on_daemon_thread,
     pack,
     parse_server_info,
+    sync_buckets,
     weights_folder,
     write_weights,
 )
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling
 
-R = TypeVar("R")
-
 log = logging.getLogger(__name__)
-
 
 _GENERATE = "/inference/v1/generate"
 _SERVER_INFO = "/server_info?config_format=json"
@@ -80,6 +77,7 @@ class VLLMServer:
         device: torch.device = _CPU,
         experts: VLLMExperts | None = None,
         adapters: Adapters | None = None,
+        keeps_cache: bool = False,
     ) -> None:
         """Create a client; nothing is sent before the first request.
 
@@ -89,8 +87,10 @@ class VLLMServer:
             device: device of the weights.
             experts: packs the experts that the server chose. None: they are not requested.
             adapters: adapters to keep apart from weights in half precision.
+            keeps_cache: running requests keep their cache over weight syncs (`freeze`); later ones find none of it.
         """
         self.adapters = adapters
+        self._keeps_cache = keeps_cache
         self._experts = experts
         self._config = config
         self._http = Http(config)
@@ -114,6 +114,8 @@ class VLLMServer:
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._is_paused = False
+        self._is_frozen = False
+        """Paused with its requests inside."""
         self._is_loading = False
         self._is_half_loaded = False
         self._is_closed = False
@@ -171,25 +173,38 @@ class VLLMServer:
 
     async def pause(self) -> None:
         """Return running requests with what they have; hold those without a sampled token."""
-        self._is_paused = True
+        self._is_paused, self._is_frozen = True, False
         self._set_gate()
         if self._lost is not None:
             return
         async with self.deadline("pause"):
-            await self._http.request("a pause", "POST", "/pause?mode=abort&clear_cache=false")
+            await self._pause_server()
             while self._out:
                 # Requests that arrive at the server after the pause wait there: abort them by name.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._out.wait_until_none(), 0.1)
                 if self._out:
-                    await self._http.request("an abort", "POST", "/abort_requests", _names(self._out))
+                    await self._http.request("an abort", "POST", "/abort_requests", abort_body(self._out))
+
+    async def freeze(self) -> None:
+        """Stop sampling, and let running requests wait at the server with their cache; see `FreezableEngine`."""
+        assert self._keeps_cache, "a cache that is found again would be used for other requests too"
+        self._is_paused = self._is_frozen = True
+        self._set_gate()
+        if self._lost is None:
+            async with self.deadline("pause"):
+                await self._pause_server()
+
+    async def _pause_server(self) -> None:
+        mode = "keep" if self._is_frozen else "abort"
+        await self._http.request("a pause", "POST", f"/pause?mode={mode}&clear_cache=false")
 
     async def resume(self) -> None:
         """Sample again."""
         if self._lost is None:
             async with self.deadline("resume"):
                 await self._http.request("an end of the pause", "POST", "/resume")
-        self._is_paused = False
+        self._is_paused = self._is_frozen = False
         self._set_gate()
 
     async def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -229,7 +244,7 @@ class VLLMServer:
         """Raise EngineError if the engine is closed or requests are running."""
         if self._is_closed:
             raise EngineError("load_weights: the engine is closed")
-        if self._out:
+        if self._out and not self._is_frozen:
             raise EngineError("load_weights needs a paused or idle engine: call pause() first")
 
     async def close(self) -> None:
@@ -354,6 +369,7 @@ class VLLMServer:
             server_id = f"{request_id}.{uuid4().hex}"
             body = {"token_ids": prompt_ids, "request_id": server_id, "sampling_params": sampling_fields(sampling)}
             body |= {"model": ADAPTER} if self.has_adapter else {}
+            body |= {"cache_salt": str(self._version)} if self._keeps_cache else {}
             try:
                 async with self._out.waiting(server_id):
                     return await self._http.request_once(
@@ -372,7 +388,9 @@ class VLLMServer:
     async def _abort(self, server_id: str) -> None:
         """Abort a request at the server; a server that cannot be reached samples nothing."""
         with suppress(Fault, EngineError, TimeoutError):
-            await asyncio.wait_for(self._http.request_once("POST", "/abort_requests", _names([server_id])), _ABORT_S)
+            await asyncio.wait_for(
+                self._http.request_once("POST", "/abort_requests", abort_body([server_id])), _ABORT_S
+            )
 
     def _read(self, answer: Any, sampling: Sampling, num_prompt_tokens: int) -> Completion:
         (choice,) = answer["choices"]
@@ -394,13 +412,10 @@ class VLLMServer:
     def _versions(self, spans: list[dict[str, Any]], num_tokens: int) -> tuple[int, ...]:
         versions = [self._version] * num_tokens
         for span in spans:
-            name = str(span["version"])
-            start = int(span["start"])
-            end = int(span["end"])
-            if name.isdecimal():
-                versions[start:end] = [int(name)] * (end - start)
-            else:
+            if not (name := str(span["version"])).isdecimal():
                 raise self._restarted(f"weights of version {name!r}")
+            begin, end = int(span["start"]), int(span["end"])
+            versions[begin:end] = [int(name)] * (end - begin)
         if len(versions) != num_tokens:
             raise ValueError(f"versions of {len(versions)} tokens, not {num_tokens}")
         return tuple(versions)
@@ -415,7 +430,7 @@ class VLLMServer:
         """Pause the server; until its weights are replaced, every request is refused."""
         self._is_half_loaded = True
         self.has_adapter = False
-        await self._http.request("a pause", "POST", "/pause?mode=abort&clear_cache=false")
+        await self._pause_server()
         await self._extend("continue_random_numbers")  # a restarted server lacks it
 
     async def read_files(self, folder: Path, *, ties: Mapping[str, str] | None) -> None:
@@ -452,19 +467,15 @@ class VLLMServer:
 
     async def end_replacing(self, version: int) -> None:
         """Let the server sample with its new weights."""
-        reset = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
-        await self._http.request("forgetting its cache", "POST", reset, parse=check_success)
+        if not self._is_frozen:
+            reset = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+            await self._http.request("forgetting its cache", "POST", reset, parse=check_success)
         await self._set_version(version)
         self._version = version
         if not self._is_paused:
             await self._http.request("an end of the pause", "POST", "/resume")
         self._is_half_loaded, self._lost = False, None
         self._set_gate()
-
-
-def _names(server_ids: Iterable[str]) -> dict[str, list[str]]:
-    """Return the body of an abort, with the server's names of requests."""
-    return {"request_ids": [f"generate-tokens-{server_id}" for server_id in server_ids]}
 
 
 _JOIN_S = 60.0
@@ -509,7 +520,7 @@ async def sync_weights(
             for _ in chain(changes or (), named_tensors or ()):  # gathering them may take every rank
                 pass
             return lost
-        buckets = _buckets(receivers[0].model, named_tensors, changes)
+        buckets = sync_buckets(receivers[0].model, named_tensors, changes)
         device = servers[0].device
         if not all(receiver.model.is_gpu for receiver in receivers):
             device = torch.device("cpu")
@@ -542,17 +553,6 @@ async def _for_each(receivers: list["_Receiver"], lost: dict["VLLMServer", Serve
             receiver.close()
 
     await asyncio.gather(*map(one, tuple(receivers)))
-
-
-def _buckets(
-    model: ServedModel, named_tensors: Iterable[tuple[str, torch.Tensor]] | None, changes: Changes | None
-) -> Iterator[list[Weight]]:
-    """Return changes and weights in buckets. Errors in the first bucket are raised before any server is touched."""
-    buckets = chain(
-        () if changes is None else changes_in_buckets(changes, model),
-        () if named_tensors is None else in_buckets(named_tensors, model, is_exact=changes is not None),
-    )
-    return chain([next(buckets)], buckets)
 
 
 async def _send_buckets(

@@ -96,6 +96,10 @@ class VLLMServers:
         """Return running requests with what they have; hold those without a sampled token."""
         await self._call_all(VLLMServer.pause)
 
+    async def freeze(self) -> None:
+        """Stop sampling, and let running requests wait at their servers; see `FreezableEngine`."""
+        await self._call_all(VLLMServer.freeze)
+
     async def resume(self) -> None:
         """Sample again."""
         await self._call_all(VLLMServer.resume)
@@ -235,6 +239,7 @@ class VLLMServerConfig(EngineConfig):
                 device=context.device,
                 experts=experts,
                 adapters=context.adapters,
+                keeps_cache=context.keeps_cache,
             )
             for url in urls
         ]

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from uuid import uuid4
@@ -323,6 +324,17 @@ def changes_in_buckets(changes: Changes, model: ServedModel) -> Iterator[list[We
             yield Weight((name + RIGHT,), right, right.dtype)
 
     return _in_buckets(checked())
+
+
+def sync_buckets(
+    model: ServedModel, named_tensors: Iterable[tuple[str, Tensor]] | None, changes: Changes | None
+) -> Iterator[list[Weight]]:
+    """Return changes and weights in buckets. Errors in the first bucket are raised at once, before any server is touched."""
+    buckets = chain(
+        () if changes is None else changes_in_buckets(changes, model),
+        () if named_tensors is None else in_buckets(named_tensors, model, is_exact=changes is not None),
+    )
+    return chain([next(buckets)], buckets)
 
 
 def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
