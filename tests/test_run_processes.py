@@ -74,7 +74,19 @@ def test_two_processes_begin_as_one_and_resume_bit_for_bit_after_a_kill(tmp_path
 
     # As on two machines, which see one disk.
     apart = tmp_path / "apart"
-    both = ("--machines", 2, "--port", free_port(), recipe, "--run_dir", apart, "--train.steps", 2)
+    both = (
+        "--machines",
+        2,
+        "--host",
+        "127.0.0.2",
+        "--port",
+        free_port(),
+        recipe,
+        "--run_dir",
+        apart,
+        "--train.steps",
+        2,
+    )
     for process in [launch("--machine", index, *both) for index in (1, 0)]:
         process.finish()
     assert rows(apart)[:2] == two[:2]

@@ -33,7 +33,13 @@ def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest
         "env": {"id": "key_door"},
         "model": {"local": {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}},
         "engine": {"name": "vllm_server", "server": {"url": f"http://127.0.0.1:{free_port()}"}},
-        "rollout": {"num_groups": 2, "group_size": 2, "max_turns": 3, "max_turn_tokens": 16, "max_context_tokens": 1024},
+        "rollout": {
+            "num_groups": 2,
+            "group_size": 2,
+            "max_turns": 3,
+            "max_turn_tokens": 16,
+            "max_context_tokens": 1024,
+        },
         "train": {"steps": 2, "num_minibatches": 1, "device": "cpu"},
         "evaluation": {"num_tasks": 2},
     }

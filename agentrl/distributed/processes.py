@@ -1,21 +1,24 @@
 """Communication between the ranks of one run: barriers, gathers and scatters that name the rank that is missing."""
 
 import io
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from itertools import count
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
+from agentrl.engine.vllm.weights import address_towards
 from agentrl.errors import TrainingError
 
 T = TypeVar("T")
@@ -30,6 +33,21 @@ def set_deadline(timeout_s: float) -> None:
     """Set the longest wait of a rank for the others."""
     global _deadline
     _deadline = timedelta(seconds=timeout_s)
+
+
+def choose_interface() -> None:
+    """Let gloo connect this rank with the others by the network interface that leads to rank 0 (`MASTER_ADDR`).
+
+    By itself it takes the one of the machine's own name, which is often a loopback. `GLOO_SOCKET_IFNAME` names another.
+    """
+    host = os.environ.get("MASTER_ADDR")
+    if host is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with suppress(OSError):  # a host that nobody knows is an error of whoever connects to it
+        own = address_towards(host, int(os.environ.get("MASTER_PORT", "29500")))
+        for name, addresses in psutil.net_if_addrs().items():
+            if own in [each.address.partition("%")[0] for each in addresses]:
+                os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def num_processes() -> int:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from agentrl.agent.config import AgentConfig
 from agentrl.chat import ChatMLRenderer, Renderer, train_tokenizer
-from agentrl.distributed.processes import from_rank_zero, set_deadline
+from agentrl.distributed.processes import choose_interface, from_rank_zero, set_deadline
 from agentrl.engine import Engine, EngineConfig, EngineContext
 from agentrl.engine.base import AdapterEngine, Adapters, FreezableEngine, IdleEngine, is_half, merging_refused
 from agentrl.env import EnvDescription
@@ -109,6 +109,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     # Logged at every checkpoint of a model whose head and embedding are one tensor, which is then written once.
     logging.getLogger("accelerate.utils.other").addFilter(lambda line: "Removed shared tensor" not in line.getMessage())
     set_deadline(config.process_timeout_s)
+    choose_interface()
     number, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if config.device == "auto" and 0 < num_gpus <= number:
         raise ConfigError(

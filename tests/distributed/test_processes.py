@@ -15,6 +15,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from agentrl import Credit, TrajectoryGroup
 from agentrl.distributed import sharding
 from agentrl.distributed.processes import (
     all_gather,
+    choose_interface,
     is_main,
     naming_absent_ranks,
     process_index,
@@ -385,6 +387,34 @@ def test_a_sync_gathers_weights_on_the_only_rank_that_has_an_engine_in_its_dtype
     assert (none, first, second) == (None, 1, 1)
     assert loaded is not None
     assert all(loaded[name].equal(tensor.bfloat16() if tensor.ndim > 1 else tensor) for name, tensor in whole.items())
+
+
+def listening(cases: list[tuple[str, str | None]]) -> list[set[str]]:
+    """Return the addresses at which gloo listens, by those of rank 0 and the interfaces that a user has set."""
+    found = []
+    for host, interface in cases:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        os.environ |= {"MASTER_ADDR": host} | ({} if interface is None else {"GLOO_SOCKET_IFNAME": interface})
+        choose_interface()
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        before = {each.laddr for each in psutil.Process().net_connections()}
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        now = {each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
+        found.append({address.ip for address in now - before})
+        dist.destroy_process_group()
+    return found
+
+
+def test_ranks_are_connected_by_the_interface_towards_the_first(tmp_path: Path) -> None:
+    addresses = [each.address for every in psutil.net_if_addrs().values() for each in every if "." in each.address]
+    cases: list[tuple[str, str | None]] = [("127.0.0.2", None), ("nobody.invalid", None)]
+    for address in addresses:
+        cases += [(address, None), (address, "lo")]
+    found = together(1, tmp_path, listening, cases)[0]
+    assert [found[0], *found[2:]] == [
+        {"127.0.0.1"},
+        *({own} for address in addresses for own in (address, "127.0.0.1")),
+    ]
 
 
 def replicated(replicas: int, folder: Path) -> tuple[Any, list[Tensor], dict[str, Tensor], dict[str, Tensor], bool]:
