@@ -166,6 +166,14 @@ class FreezableEngine(Engine, Protocol):
         """Stop sampling. At `resume` running requests continue, with the weights of then and the cache that they have."""
 
 
+@runtime_checkable
+class SleepingEngine(Engine, Protocol):
+    """An engine that gives memory back while it is paused."""
+
+    async def sleep(self) -> None:
+        """Pause, and drop the weights: all of them are loaded before `resume`."""
+
+
 class KeptBase(IntEnum):
     """State of an engine's copy of the weights that adapters change, which a weight sync need not send again."""
 

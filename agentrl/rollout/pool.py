@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.engine import Engine
-from agentrl.engine.base import FreezableEngine, retry_wait_s
+from agentrl.engine.base import FreezableEngine, SleepingEngine, retry_wait_s
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.conversation import LiveEpisode, Task
@@ -128,7 +128,7 @@ class RolloutPool:
             if self._config.samples_during_update:
                 self._fill_slots()  # to be played during the update
             else:
-                await self.pause()
+                await self.pause(before_sync=True)
         except BaseException as error:
             try:
                 if not isinstance(error, EngineError):  # a failed engine has no partial actions
@@ -155,12 +155,18 @@ class RolloutPool:
         self._clock.stop()
         await self._engine.freeze()
 
-    async def pause(self) -> None:
-        """Pause the engine, and record the partial action of every live episode."""
+    async def pause(self, *, before_sync: bool = False) -> None:
+        """Pause the engine, and record the partial action of every live episode.
+
+        With `before_sync`, until all weights are loaded: the engine may drop those that it has.
+        """
         if self._is_paused:
             return
         self._clock.stop()
-        await self._engine.pause()
+        if before_sync and isinstance(self._engine, SleepingEngine):
+            await self._engine.sleep()
+        else:
+            await self._engine.pause()
         self._is_paused = True
         for _ in range(3):  # a completion passes from the request to the caller to the episode
             await asyncio.sleep(0)

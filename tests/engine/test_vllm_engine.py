@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -495,6 +496,24 @@ def test_an_engine_that_sleeps_while_it_is_paused_keeps_to_the_contract_too(runn
     assert not engine._llm.is_sleeping()
     test_it_keeps_to_the_contract_of_engines(engine, runner)
     run(runner, engine.pause())
+    run(runner, engine.close())
+
+
+def test_weights_are_dropped_only_before_a_sync_that_brings_all_of_them(runner: asyncio.Runner) -> None:
+    engine = VLLMEngine(make_model(), VLLMConfig(max_batch_size=8, sleep=True), max_tokens=64)
+    with patch.object(engine._llm, "sleep", wraps=engine._llm.sleep) as sleep:
+        run(runner, engine.load_weights(make_model().state_dict().items(), 0))
+        run(runner, engine.pause())
+        run(runner, engine.resume())
+        run(runner, engine.sleep())
+        with pytest.raises(EngineError, match="resume: the weights were dropped for a weight sync; load some first"):
+            run(runner, engine.resume())
+        run(runner, engine.load_weights(make_model(1).state_dict().items(), 1))
+        run(runner, engine.resume())
+        engine._adapter_arguments = {"enable_lora": True}  # then later syncs bring adapters alone
+        run(runner, engine.sleep())
+        run(runner, engine.resume())
+    assert [call.kwargs for call in sleep.call_args_list] == [{"level": 1}, {"level": 2}, {"level": 1}]
     run(runner, engine.close())
 
 

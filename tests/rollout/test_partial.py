@@ -195,3 +195,18 @@ def test_for_a_sync_actions_stay_in_the_engine_with_keep_cache_and_a_checkpoint_
 def test_a_mode_that_samples_over_no_sync_keeps_no_cache(mode: str) -> None:
     with pytest.raises(ValueError, match=f"keep_cache: true interrupts nothing with mode: {mode}; remove it, or set"):
         RolloutConfig.model_validate({"mode": mode, "keep_cache": True})
+
+
+class DroppingTalker(FreezableTalker):
+    async def sleep(self) -> None:
+        self.calls.append("sleep")
+
+
+def test_an_engine_may_drop_its_weights_between_a_collection_and_the_sync_alone(renderer: Renderer) -> None:
+    engine: Any = DroppingTalker()
+    table = Table(engine, renderer)
+    for before_sync in (True, False):
+        table.runner.run(table.pool.pause(before_sync=before_sync))
+        table.runner.run(table.pool.resume())
+    assert engine.calls == ["sleep", "pause"]
+    table.close()

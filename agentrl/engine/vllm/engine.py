@@ -56,7 +56,8 @@ class VLLMConfig(BatchedConfig):
 
     name: str = "vllm"
     sleep: bool = False
-    """Free GPU memory while the policy is updated: weights move to the host and back, keys and values are dropped."""
+    """Free GPU memory while the policy is updated: keys and values are dropped, and the weights too if a sync brings all of
+    them; else they move to the host and back."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `EngineArgs`, such as gpu_memory_utilization."""
 
@@ -148,6 +149,8 @@ class VLLMEngine(BatchedEngine):
         """vLLM has the weights that adapters change."""
         self._is_loading = False
         self._is_half_loaded = False
+        self._is_empty = False
+        """The weights were dropped."""
         # Used by the thread only:
         self._is_asleep = False
         self._running: dict[str, Request] = {}
@@ -170,16 +173,26 @@ class VLLMEngine(BatchedEngine):
 
     async def pause(self) -> None:
         """Return running requests with what they have; hold those without a sampled token."""
+        await self._pause(level=1)
+
+    async def sleep(self) -> None:
+        """Pause until a weight sync, which brings all weights unless adapters are kept apart; see `SleepingEngine`."""
+        self._is_empty = self._sleeps and not self._adapter_arguments
+        await self._pause(level=2 if self._is_empty else 1)
+
+    async def _pause(self, *, level: int) -> None:
         if self._is_closed:
             raise EngineError("pause: the engine is closed")
         self._is_paused = True
         for request, output in await self._call(self._abort_all):
             self._settle(request, output)
         if self._sleeps:
-            await self._call(self._fall_asleep)
+            await self._call(self._fall_asleep, level)
 
     async def resume(self) -> None:
         """Sample again."""
+        if self._is_empty:
+            raise EngineError("resume: the weights were dropped for a weight sync; load some first")
         if self._sleeps:
             await self._call(self._wake_up)
         await super().resume()
@@ -224,7 +237,8 @@ class VLLMEngine(BatchedEngine):
                     await self._load(self._end_reload)
             await self._load(self._replace_adapter, matrices, version)
             await self._load(self._end_replacing, version)
-            self._is_half_loaded, self._version = False, version
+            self._is_half_loaded = self._is_empty = False
+            self._version = version
         finally:
             self._is_loading = False
             if self._is_half_loaded:
@@ -394,9 +408,9 @@ class VLLMEngine(BatchedEngine):
         ended, self._ended[:] = list(self._ended), []
         return ended
 
-    def _fall_asleep(self) -> None:
+    def _fall_asleep(self, level: int) -> None:
         if not self._is_asleep:
-            self._llm.sleep(level=1)
+            self._llm.sleep(level=level)
             self._is_asleep = True
 
     def _wake_up(self) -> None:
