@@ -499,6 +499,19 @@ def test_an_engine_that_sleeps_while_it_is_paused_keeps_to_the_contract_too(runn
     run(runner, engine.close())
 
 
+def test_a_quantized_engine_quantizes_the_weights_of_each_sync(runner: asyncio.Runner) -> None:
+    """By 8 bits, of integers: this build has no kernels of fp8."""
+    options = {"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"}
+    engine = VLLMEngine(make_model(), VLLMConfig(max_batch_size=8, vllm=options), max_tokens=64)
+    for seed in (0, 1, 0):
+        run(runner, engine.load_weights(make_model(seed).state_dict().items(), seed))
+        done = run(runner, engine.generate([1, 2, 3], sampling(20), "e"))
+        own, other = (plain_logprobs(make_model(n), [1, 2, 3], done.token_ids, 1.0) for n in (seed, 1 - seed))
+        assert np.abs(np.subtract(done.logprobs, own)).mean() < 0.1
+        assert np.abs(np.subtract(done.logprobs, other)).mean() > 1
+    run(runner, engine.close())
+
+
 def test_weights_are_dropped_only_before_a_sync_that_brings_all_of_them(runner: asyncio.Runner) -> None:
     engine = VLLMEngine(make_model(), VLLMConfig(max_batch_size=8, sleep=True), max_tokens=64)
     with patch.object(engine._llm, "sleep", wraps=engine._llm.sleep) as sleep:
