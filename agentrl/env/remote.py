@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -117,12 +117,10 @@ class _Said(BaseModel):
     rng: dict[str, Any] | None
 
 
-def _lost(url: str, why: str) -> EnvError:
-    """Return the error of an episode whose server or worker has ended: it is continued on another."""
+def _raise_lost(url: str, why: str) -> NoReturn:
+    """Raise the error of an episode whose server or worker has ended: it is continued on another."""
     words = f"the environment server {url} was lost: {printable(why)}"
-    error = EnvError(words)
-    error.__cause__ = RemoteError(words, kind=f"lost environment server {url}", is_resumable=True)
-    return error
+    raise EnvError(words) from RemoteError(words, kind=f"lost environment server {url}", is_resumable=True)
 
 
 class _UnreachableError(Exception):
@@ -181,7 +179,7 @@ class _Session:
         try:
             reply = _read(Reply, BackgroundWork(self._ask(json.dumps({"call": method, **arguments}))).future.result())
         except CancelledError:  # the loop was abandoned with all that ran on it
-            raise _lost(self._url, "its connection was closed") from None
+            _raise_lost(self._url, "its connection was closed")
         if reply.failure is not None:
             _raise(reply.failure)
         return reply.value
@@ -192,7 +190,7 @@ class _Session:
             return await self._connection.recv()
         except ConnectionClosed as closed:
             why = "" if closed.rcvd is None else closed.rcvd.reason
-            raise _lost(self._url, why or "it closed the connection") from closed
+            _raise_lost(self._url, why or "it closed the connection")
 
     def hang_up(self) -> BackgroundWork | None:
         """Begin to close the connection, on any thread; a call under way is lost."""
@@ -218,7 +216,8 @@ def _read(model: type[M], data: object) -> M:
         raise EnvError(f"an environment server answered with {abbreviated(data)}, no {model.__name__}") from error
 
 
-def _raise(failure: Failure) -> None:
+def _raise(failure: Failure) -> NoReturn:
+    """Raise what an environment raised elsewhere, from its description."""
     described = RemoteError(printable(failure.line), kind=printable(failure.kind), traceback=failure.traceback)
     words = printable(failure.words)
     match failure.raised:
@@ -303,7 +302,7 @@ class _Servers:
                 server.failures, server.back_at = server.failures + 1, loop.time() + pause_s
                 server.sessions -= 1
                 if loop.time() >= end:
-                    raise _lost(url, f"{error}; nor did another one of env.servers answer") from error
+                    _raise_lost(url, f"{error}; nor did another one of env.servers answer")
             except BaseException:
                 server.sessions -= 1
                 raise

@@ -209,7 +209,6 @@ class _Worker:
     def __init__(self, section: dict[str, Any], *, on_end: Callable[["_Worker"], None]) -> None:
         """Start it; returns before it is ready."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
         self.sessions: dict[int, ServerConnection] = {}
         self.running: tuple[int, float] | None = None
         """Session of the call under way, and when that began. None: there is none."""
@@ -383,7 +382,10 @@ class EnvServer:
                 running, began = worker.running or (None, 0.0)
                 if running == number and not call.done() and time.monotonic() - began > limit_s:
                     worker.kill()
-            return None if gone.done() else call.result()
+            if gone.done():
+                call.exception()  # nobody is left to be told
+                return None
+            return call.result()
         finally:
             gone.cancel()
 
@@ -405,6 +407,8 @@ def run(config: EnvConfig, *, num_workers: int, host: str, port: int, say: Calla
         )
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise ConfigError("agentrl env-serve needs processes that Windows lacks: serve in WSL")
+
+    multiprocessing.set_forkserver_preload([__name__])  # once, and not in each worker
 
     async def serve_until_interrupted() -> None:
         async with EnvServer(config, num_workers=num_workers, token=token).serving(host, port) as url:
