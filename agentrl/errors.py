@@ -42,7 +42,8 @@ class RemoteError(AgentRLError):
             is_resumable: another process may continue the episode.
         """
         super().__init__(line)
-        self.kind, self.traceback, self.is_resumable = kind, traceback, is_resumable
+        self.kind, self.traceback = kind, traceback
+        self.is_resumable = is_resumable
 
 
 class RendererError(UserError):

@@ -14,7 +14,6 @@ from typing import Any, Literal, NoReturn, Self, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agentrl import __version__
 from agentrl.data.plain import abbreviated, line_of, printable
 from agentrl.env.background import BackgroundWork
 from agentrl.env.endpoint import ApiKey
@@ -28,6 +27,8 @@ try:
 except ModuleNotFoundError as error:
     raise UserError(f"env.servers needs websockets ({error}); pip install 'agentrl[remote]'") from error
 
+PROTOCOL = 1
+"""Number of this form of messages."""
 TOKEN = "AGENTRL_ENV_TOKEN"
 """Environment variable with the key that servers and their clients share."""
 MAX_BYTES = 2**26
@@ -52,10 +53,9 @@ M = TypeVar("M", bound=BaseModel)
 class Status(BaseModel):
     """First message of a server."""
 
-    version: str
-    """Version of agentrl."""
+    protocol: int
     env: dict[str, Any]
-    """What it hosts, as fields of the section `env`."""
+    """Environment, as fields of the section `env`."""
     workers: int
     """Processes that play."""
     sessions: int
@@ -96,7 +96,7 @@ class Made(BaseModel):
 
 
 class _Moment(BaseModel):
-    """What `reset` and `step` return: fields of an `EnvReply`."""
+    """Return value of `reset` and `step`: fields of an `EnvReply`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -167,7 +167,8 @@ class _Session:
     def __init__(self, servers: "_Servers", url: str, connection: ClientConnection) -> None:
         self.num_envs = 0
         """Environments that are not closed."""
-        self._servers, self._url, self._connection = servers, url, connection
+        self._servers, self._url = servers, url
+        self._connection = connection
         self._is_open = True
 
     def call(self, method: str, **arguments: Any) -> Any:
@@ -233,7 +234,7 @@ def _raise(failure: Failure) -> NoReturn:
 
 @dataclass(slots=True)
 class _Server:
-    """What a client knows of a server."""
+    """State of a server, as far as a client knows."""
 
     sessions: int = 0
     """Environments there: as the server said last, and ours since."""
@@ -318,11 +319,12 @@ class _Servers:
             ConfigError: if it hosts something else.
         """
         server = self._known[url]
-        server.sessions, server.workers, server.failures = status.sessions, max(1, status.workers), 0
-        theirs, ours = {"agentrl": status.version, **status.env}, {"agentrl": __version__, **self._hosted}
+        server.sessions, server.workers = status.sessions, max(1, status.workers)
+        server.failures = 0
+        theirs, ours = {"protocol": status.protocol, **status.env}, {"protocol": PROTOCOL, **self._hosted}
         for name in ours:
             if theirs.get(name) != ours[name]:
-                where = name if name == "agentrl" else f"env.{name}"
+                where = name if name == "protocol" else f"env.{name}"
                 raise ConfigError(
                     f"env.servers: {url} hosts {where}: {abbreviated(theirs.get(name))}, and the recipe has "
                     f"{abbreviated(ours[name])}; start it with this recipe"

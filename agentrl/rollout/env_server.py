@@ -1,4 +1,4 @@
-"""A server of environments, `agentrl env-serve`: worker processes that play, each one call at a time, behind a WebSocket.
+"""Server of environments, `agentrl env-serve`: worker processes that play, each one call at a time, behind a WebSocket.
 
 Clients are `agentrl.env.remote`. A session is a client's environment with its copies, in the worker that has fewest. A worker
 ends with a call that a client has given up; its other sessions are told, and continue elsewhere.
@@ -30,11 +30,10 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request as HTTPRequest
 from websockets.http11 import Response
 
-from agentrl import __version__
 from agentrl.data.plain import MAX_DEPTH, plain_data, printable
 from agentrl.env import MessageEnv, as_message, ask_oracle, base_env, close_env
 from agentrl.env.make import EnvConfig
-from agentrl.env.remote import MAX_BYTES, STATUS_PATH, TOKEN, Failure, Made, Reply, Status
+from agentrl.env.remote import MAX_BYTES, PROTOCOL, STATUS_PATH, TOKEN, Failure, Made, Reply, Status
 from agentrl.errors import AgentRLError, ConfigError, EnvError, UserError
 from agentrl.rollout.env_driver import Env, begin, copy_env, env_id, step
 from agentrl.rollout.faults import RaisedError
@@ -217,14 +216,9 @@ class _Worker:
         self._process = context.Process(target=_work, args=(section, theirs), daemon=True)
         self._process.start()
         theirs.close()
-        loop = asyncio.get_running_loop()
-
-        def ended() -> None:
-            loop.remove_reader(self._process.sentinel)
-            self._kill_group()
-            on_end(self)
-
-        loop.add_reader(self._process.sentinel, ended)
+        self._on_end = on_end
+        self._has_ended = False
+        asyncio.get_running_loop().add_reader(self._process.sentinel, self._note_end)
 
     async def ask(self, session: int, text: str) -> str:
         """Return the reply to a request. An empty one ends the session.
@@ -237,6 +231,7 @@ class _Worker:
             try:
                 return await asyncio.to_thread(self._exchange, f"{session} {text}".encode())
             except (EOFError, OSError) as error:
+                self._note_end()  # before the system tells it: nobody is to come here any more
                 raise _WorkerEndedError from error
             finally:
                 self.running = None
@@ -245,6 +240,13 @@ class _Worker:
         """End it with all that it has started."""
         self._kill_group()
         self._process.kill()
+
+    def _note_end(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            asyncio.get_running_loop().remove_reader(self._process.sentinel)
+            self._kill_group()
+            self._on_end(self)
 
     def _kill_group(self) -> None:
         assert self._process.pid is not None
@@ -306,7 +308,7 @@ class EnvServer:
         self._workers.append(_Worker(self._section, on_end=self._on_end))
 
     def _on_end(self, worker: _Worker) -> None:
-        """Tell the clients of a worker that has ended, and start another."""
+        """Disconnect the clients of a worker that has ended, and start another."""
         if worker not in self._workers:  # all end
             return
         self._workers.remove(worker)
@@ -335,7 +337,7 @@ class EnvServer:
 
     def _status(self) -> str:
         num_sessions = sum(len(worker.sessions) for worker in self._workers)
-        status = Status(version=__version__, env=self._section, workers=self._num_workers, sessions=num_sessions)
+        status = Status(protocol=PROTOCOL, env=self._section, workers=self._num_workers, sessions=num_sessions)
         return status.model_dump_json()
 
     async def _session(self, connection: ServerConnection) -> None:

@@ -317,7 +317,7 @@ def test_whatever_a_server_answers_is_data_or_refused(said: str, odd: EnvConfig)
     made = {"number": 0, "name": "Odd", "tools": [], "turn_rewards": True, "can_fork": True, "default_action_key": True}
 
     def answer(client: Any) -> None:
-        client.send(json.dumps({"version": "0.1.0", "env": odd.hosted(), "workers": 1, "sessions": 1}))
+        client.send(json.dumps({"protocol": 1, "env": odd.hosted(), "workers": 1, "sessions": 1}))
         for request in client:
             client.send(json.dumps({"value": made}) if "make" in request else said)
 
