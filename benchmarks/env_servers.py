@@ -123,8 +123,8 @@ def main() -> None:
 
         if options.kill:
             threading.Thread(target=kill, daemon=True).start()
-        # Twice as many episodes as workers: while one is opened and closed, its worker plays another.
-        row = play([url for _, url in servers], options.episodes, 2 * workers, sleeping_s, on_half)
+        # As in a run, in which most episodes wait for the model: while one is opened and closed, its worker plays another.
+        row = play([url for _, url in servers], options.episodes, 4 * workers, sleeping_s, on_half)
     rate, possible = row["episodes"] / row["seconds"], workers / STEP_S
     shown = {"workers": workers, "killed": options.kill, "sleep_s": round(sleeping_s, 3), "rate": round(rate, 2)}
     print(json.dumps({**shown, "possible": possible, "share": round(rate / possible, 3), **row}))

@@ -1,7 +1,7 @@
 """Server of environments, `agentrl env-serve`: worker processes that play, each one call at a time, behind a WebSocket.
 
 Clients are `agentrl.env.remote`. A session is a client's environment with its copies, in the worker that has fewest. A worker
-ends with a call that a client has given up; its other sessions are told, and continue elsewhere.
+ends with a call that a client has given up; its other sessions are closed, and continue elsewhere.
 """
 
 import asyncio
