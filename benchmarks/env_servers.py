@@ -6,7 +6,8 @@ The environment is `shell`, whose commands run in bubblewrap. The model is a scr
 as makes the step last half a second when nothing else runs. A sandbox takes processor time to start: the workers must be so
 few that the cores are not the limit. `--kill` kills one server when half of the episodes have ended.
 
-Prints one JSON line: episodes a second, the rate that is possible (workers / .5 s), their ratio; episodes that are missing,
+Prints one JSON line: episodes a second, the rate that is possible (workers / .5 s), their ratio; the rate of as many episodes
+at once in this process, a tenth of them, played just before (what the cores allow at the time); episodes that are missing,
 failed or without the script's one turn, and those whose server was lost and which continued on the other.
 """
 
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--kill", action="store_true", help="kill one server in the middle")
     options = parser.parse_args()
     sleeping_s, on_half, workers = sleep_s(), threading.Event(), 2 * options.workers
+    here = play([], max(SIZE, options.episodes // 10 // SIZE * SIZE), workers, sleeping_s, threading.Event())
     with ExitStack() as stack:
         servers = [stack.enter_context(server(options.workers)) for _ in range(2)]
 
@@ -126,8 +128,9 @@ def main() -> None:
         # As in a run, in which most episodes wait for the model: while one is opened and closed, its worker plays another.
         row = play([url for _, url in servers], options.episodes, 4 * workers, sleeping_s, on_half)
     rate, possible = row["episodes"] / row["seconds"], workers / STEP_S
+    here_rate = round(here["episodes"] / here["seconds"], 2)
     shown = {"workers": workers, "killed": options.kill, "sleep_s": round(sleeping_s, 3), "rate": round(rate, 2)}
-    print(json.dumps({**shown, "possible": possible, "share": round(rate / possible, 3), **row}))
+    print(json.dumps({**shown, "possible": possible, "share": round(rate / possible, 3), "here": here_rate, **row}))
 
 
 if __name__ == "__main__":

@@ -137,6 +137,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if options.workers < 1:
         raise ConfigError(f"--workers: expected at least 1, got {options.workers}")
     config = _recipe(options.env, rest).env
+    import agentrl.env.remote  # noqa: F401 - names the package that may be missing
     from agentrl.rollout.env_server import run
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as by Ctrl-C

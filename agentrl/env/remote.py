@@ -25,7 +25,7 @@ try:
     from websockets.asyncio.client import ClientConnection, connect
     from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 except ModuleNotFoundError as error:
-    raise UserError(f"env.servers needs websockets ({error}); pip install 'agentrl[remote]'") from error
+    raise UserError(f"environments elsewhere need websockets ({error}); pip install 'agentrl[remote]'") from error
 
 PROTOCOL = 1
 """Number of this form of messages."""
