@@ -29,6 +29,23 @@ class EnvError(AgentRLError):
     """An environment raised, hung or broke its contract in one episode, which is data: it is played again or left out."""
 
 
+class RemoteError(AgentRLError):
+    """An error that an environment raised in another process, with its description from there."""
+
+    def __init__(self, line: str, *, kind: str, traceback: str = "", is_resumable: bool = False) -> None:
+        """Take the description.
+
+        Args:
+            line: error and its location, in one line.
+            kind: see `agentrl.types.Fault`, as with the others.
+            traceback: the environment's own frames.
+            is_resumable: another process may continue the episode.
+        """
+        super().__init__(line)
+        self.kind, self.traceback = kind, traceback
+        self.is_resumable = is_resumable
+
+
 class RendererError(UserError):
     """A chat template that cannot be used as asked."""
 

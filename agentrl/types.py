@@ -407,6 +407,8 @@ class Fault:
     """Type of the exception and the line that raised it, `KeyError at desk.py:40`: faults of one kind have one cause."""
     traceback: str = ""
     """The environment's own frames, bounded in length; empty if it raised nothing."""
+    is_resumable: bool = False
+    """True if the episode continues elsewhere from what was recorded: its server was lost, and nothing in it failed."""
 
 
 class HasParent(Protocol):

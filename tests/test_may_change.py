@@ -10,7 +10,15 @@ from tests.support.each import each
 
 MARKED = {
     *("deployment", "train.offload", "run_dir", "engine", "evaluation", "report", "model.lora.merge"),
-    *("agent.processes", "agent.timeout_s", "agent.heartbeat_s", "agent.host", "agent.port", "agent.public_host"),
+    *(
+        "agent.processes",
+        "agent.timeout_s",
+        "agent.heartbeat_s",
+        "agent.host",
+        "agent.port",
+        "agent.public_host",
+        "env.servers",
+    ),
     *("rollout.max_live_episodes", "rollout.env_timeout_s", "rollout.engine_timeout_s", "rollout.max_retries"),
     *("rollout.max_consecutive_failures", "signals.judge_timeout_s", "signals.judge_retries", "signals.judge_threads"),
     *(

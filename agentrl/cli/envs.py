@@ -1,6 +1,8 @@
 """`agentrl envs`."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,6 +56,15 @@ def add(commands: Commands) -> None:
     )
     new.set_defaults(run=_new)
     new.add_argument("name", metavar="NAME", help="its name, such as treasure_hunt")
+    serving = commands.add(
+        "env-serve", _serve, f"Host an environment for env.servers of a recipe: {_OVERRIDING}.", overrides=True
+    )
+    serving.add_argument("env", metavar="ENV", help=_ENV)
+    serving.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that play (default: the cores)")
+    serving.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
+    )
+    serving.add_argument("--port", type=int, default=8700, help="port (default: 8700; 0: any that is free)")
     again = actions.add_parser(
         "replay",
         help="play an episode of a run again, with the traceback where its environment raises",
@@ -118,6 +129,20 @@ def _check(options: argparse.Namespace, rest: list[str]) -> None:
 
     make.__name__ = config.id
     Console(soft_wrap=True).print(str(check_env(make, seeds=range(options.seeds))))
+
+
+def _serve(options: argparse.Namespace, rest: list[str]) -> None:
+    from agentrl.errors import ConfigError
+
+    if options.workers < 1:
+        raise ConfigError(f"--workers: expected at least 1, got {options.workers}")
+    config = _recipe(options.env, rest).env
+    import agentrl.env.remote  # noqa: F401 - names the package that may be missing
+    from agentrl.rollout.env_server import run
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as by Ctrl-C
+    say = Console(soft_wrap=True).print
+    run(config, num_workers=options.workers, host=options.host, port=options.port, say=say)
 
 
 def _new(options: argparse.Namespace, _: list[str]) -> None:

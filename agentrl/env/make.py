@@ -10,16 +10,18 @@ from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
 from typing import Annotated, Any, Self, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 import gymnasium as gym
 from gymnasium.envs.registration import load_env_creator
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from agentrl.data.plain import PlainDataError, abbreviated, line_of, plain_data
 from agentrl.env.message_env import MessageEnv
 from agentrl.env.tool_env import tool_schemas
 from agentrl.errors import ConfigError, EnvironmentFailure
+from agentrl.recipe.plugin import MayChange
 from agentrl.recipe.registry import import_named, names, resolve, suggest
 from agentrl.types import Amount, Message, Need, NumTasks, Prompt, Split, TaskHashes
 
@@ -231,6 +233,10 @@ class EnvConfig(BaseModel):
     schedule: tuple[StageConfig, ...] = ()
     """Options that change with the step, in training alone: a schedule of difficulty."""
 
+    servers: Annotated[tuple[str, ...], MayChange()] = ()
+    """Addresses, `ws://HOST:PORT`, of servers that `agentrl env-serve` started with this recipe: each episode plays on the one
+    with the fewest per worker, and continues on another if that is lost. Empty: episodes play here."""
+
     def make(self, stage: int = 0) -> gym.Env[tuple[Message, ...], str | Message]:
         """Return a new environment.
 
@@ -242,6 +248,10 @@ class EnvConfig(BaseModel):
         """
         if not 0 <= stage <= (num := len(self.schedule)):
             raise ConfigError(f"env.schedule has no entry {stage}; it has {num}")
+        if self.servers:
+            from agentrl.env.remote import remote_env
+
+            return remote_env(self.servers, hosted=self.hosted(), stage=stage)
         options = self.options | (self.schedule[stage - 1].options if stage else {})
         return make_env(self.id, options, wrappers=self.wrappers)
 
@@ -250,6 +260,23 @@ class EnvConfig(BaseModel):
         if "prompt" in self.options or not takes_prompt(self.id):
             return self
         return self.model_copy(update={"options": {**self.options, "prompt": prompt}})
+
+    def hosted(self) -> dict[str, Any]:
+        """Return the fields that a server of this environment has too."""
+        return self.model_dump(mode="json", exclude={"servers"})
+
+    @field_validator("servers")
+    @classmethod
+    def _addressed(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for url in given:
+            try:
+                parts = urlsplit(url)
+                is_whole = parts.scheme in ("ws", "wss") and bool(parts.hostname) and parts.port is not None
+            except ValueError:
+                is_whole = False
+            if not is_whole:
+                raise ValueError(f"servers: expected ws://HOST:PORT, got {url!r}")
+        return given
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

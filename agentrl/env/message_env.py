@@ -241,6 +241,9 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
         """
         self.np_random = np.random.default_rng(seed)
 
+    def abandon(self) -> None:
+        """Give up a call that missed its deadline, on any thread; for environments that wait for another process."""
+
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Any:
         """Return a good assistant message, or its text, for this moment; with probability 1 - skill a plausible wrong one.
 

@@ -25,6 +25,8 @@ class EnvSection(TypedDict, total=False):
     r"""Wrappers around it, the first innermost: each an `id`, an installed name or `module:Class` of a `gymnasium.Wrapper`, and beside it keyword arguments of its constructor."""
     schedule: Sequence[StageSection | Mapping[str, Any] | BaseModel]
     r"""Options that change with the step, in training alone: a schedule of difficulty."""
+    servers: Sequence[str]
+    r"""Addresses, `ws://HOST:PORT`, of servers that `agentrl env-serve` started with this recipe: each episode plays on the one with the fewest per worker, and continues on another if that is lost. Empty: episodes play here."""
 
 class LocalModelSection(TypedDict, total=False):
     """A small Qwen3 with random weights and a tokenizer trained on the environment's own dialogues."""
@@ -166,7 +168,7 @@ class RolloutSection(TypedDict, total=False):
     engine_timeout_s: float
     r"""Deadline of each completion, in seconds. With `engine.lockstep` it includes waiting for the environments of the other live episodes: leave it well above `env_timeout_s`."""
     max_retries: int
-    r"""Retries per episode: after a failure of the environment it restarts with a fresh one, after one of the engine it resumes."""
+    r"""Retries per episode: after a failure of the environment it restarts with a fresh one, after one of the engine or of an environment server it resumes."""
     dynamic_sampling: int
     r"""Largest number of groups per step that are replaced by new tasks because all of their episodes earned the same (DAPO, arXiv 2503.14476); further ones are kept. Schemes that compare the returns of siblings learn nothing from such groups; schemes that compare turns may; with schemes that read a critic, a judge, a teacher or an answer it is refused."""
     group_rewards: Sequence[GroupRewardSection | Mapping[str, Any] | BaseModel]

@@ -78,8 +78,8 @@ class RolloutConfig(BaseModel):
     """Deadline of each completion, in seconds. With `engine.lockstep` it includes waiting for the environments of the
     other live episodes: leave it well above `env_timeout_s`."""
     max_retries: Annotated[AmountOrZero, MayChange()] = 2
-    """Retries per episode: after a failure of the environment it restarts with a fresh one, after one of the engine it
-    resumes."""
+    """Retries per episode: after a failure of the environment it restarts with a fresh one, after one of the engine or of
+    an environment server it resumes."""
     dynamic_sampling: AmountOrZero = 0
     """Largest number of groups per step that are replaced by new tasks because all of their episodes earned the same (DAPO,
     arXiv 2503.14476); further ones are kept. Schemes that compare the returns of siblings learn nothing from such groups;

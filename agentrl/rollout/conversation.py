@@ -275,6 +275,7 @@ class Conversation:
     def fail(self, end: End) -> None:
         """End with a failure, unless there was one before. The action being executed becomes the last turn."""
         if self._message is not None:
+            self._before_end = self.live()  # resumed elsewhere, the action is executed again
             self.turns.append(self._turn(Outcome()))
             self._message = None
         if self.end is None or not self.end.reason.failed:

@@ -304,6 +304,8 @@ class _Episode:
         except EngineError as error:
             return End(reason=StopReason.ENGINE_ERROR, error=str(error))
         finally:
+            for env in made if self._thread.is_lost else ():
+                base_env(env).abandon()
             self._thread.call_unattended(partial(_close_all, made))
         return end
 

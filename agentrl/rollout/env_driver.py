@@ -155,8 +155,13 @@ def reset_options(task: EnvTask, *, rollout_index: int) -> dict[str, Any]:
 
 def reset(env: Env, base: MessageEnv, task: EnvTask, *, rollout_index: int) -> EnvReply:
     """Reset the environment to a task."""
+    return begin(env, base, seed=task.seed, options=reset_options(task, rollout_index=rollout_index))
+
+
+def begin(env: Env, base: MessageEnv, *, seed: int | None, options: dict[str, Any] | None) -> EnvReply:
+    """Reset the environment by Gymnasium's arguments."""
     base.take_logged()  # drop what an earlier episode logged
-    result = env.reset(seed=task.seed, options=reset_options(task, rollout_index=rollout_index))
+    result = env.reset(seed=seed, options=options)
     returned = reset_return(result, method=f"reset() of {type(base).__name__}")
     return EnvReply(
         messages=returned.messages,
@@ -509,6 +514,7 @@ class EnvDriver:
             yield
         except BaseException:
             if self.thread.is_lost:  # hanging, or cancelled within a call
+                base_env(env).abandon()
                 self.thread.call_unattended(partial(close_env, env))
             else:
                 with suppress(EnvError):  # the first error says more

@@ -12,7 +12,7 @@ from traceback import FrameSummary, StackSummary, TracebackException
 import gymnasium as gym
 
 from agentrl.data.plain import line_of, printable, words_of
-from agentrl.errors import EnvError, EnvironmentFailure, UserError
+from agentrl.errors import EnvError, EnvironmentFailure, RemoteError, UserError
 from agentrl.types import Fault
 
 
@@ -79,6 +79,8 @@ def describe_fault(error: BaseException, *, hanging: StackSummary | None = None)
         error: raised by the environment, or by agentrl if it broke its contract.
         hanging: stack of the environment's thread, if it missed a deadline.
     """
+    if (remote := _remote(error)) is not None:
+        return Fault(kind=remote.kind, traceback=_bounded(remote.traceback), is_resumable=remote.is_resumable)
     frames = traceback.extract_tb(error.__traceback__) if hanging is None else hanging
     own = _own(frames)
     text = ""  # for a broken contract the message is enough, and every frame is agentrl's
@@ -92,6 +94,8 @@ def describe_fault(error: BaseException, *, hanging: StackSummary | None = None)
 
 def describe_error(error: BaseException) -> str:
     """Return an environment's error and its location in one line: `KeyError: 'answer' (desk.py:40)`."""
+    if (remote := _remote(error)) is not None:
+        return str(remote)
     place = _place(_own(traceback.extract_tb(error.__traceback__)))
     return f"{line_of(error)} ({place})" if place else line_of(error)
 
@@ -118,6 +122,11 @@ def thread_stack(thread: threading.Thread) -> StackSummary | None:
     """Return the current stack of a thread. None: it has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     return None if frame is None else traceback.extract_stack(frame)
+
+
+def _remote(error: BaseException) -> RemoteError | None:
+    """Return the description of an error that was raised in another process. None: it was raised here."""
+    return next((found for found in (error, error.__cause__) if isinstance(found, RemoteError)), None)
 
 
 def _traceback(error: BaseException, own: StackSummary) -> str:

@@ -33,8 +33,9 @@ class RolloutPool:
 
     Between two calls of `collect` the engine is paused and unfinished episodes wait; with `mode: async` they continue.
 
-    An episode whose player failed is restarted; one whose engine failed resumes. An episode that keeps failing is returned
-    as failed, and a group with fewer than two valid episodes is replaced by a new task. `counts` counts all of it.
+    An episode whose player failed is restarted; one that lost its engine or its environment's server resumes. An episode that
+    keeps failing is returned as failed, and a group with fewer than two valid episodes is replaced by a new task. `counts`
+    counts all of it.
     """
 
     def __init__(
@@ -297,7 +298,8 @@ class RolloutPool:
             if retry:
                 with self._engine.conversation(f"{start.task.trajectory_id} waits"):  # in lockstep, all others wait too
                     await asyncio.sleep(retry_wait_s(retry - 1, first_s=_FIRST_WAIT_S))
-            if trajectory.stop_reason is StopReason.ENGINE_ERROR:
+            is_lost = trajectory.fault is not None and trajectory.fault.is_resumable
+            if trajectory.stop_reason is StopReason.ENGINE_ERROR or is_lost:
                 start = reached
             else:
                 start = LiveEpisode(task=replace(start.task, attempt=start.task.attempt + 1))

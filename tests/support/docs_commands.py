@@ -88,6 +88,8 @@ def _check_agentrl(words: list[str], comment: str) -> None:
             make_arms(recipes, varied=varied, overrides=overrides, folder=Path("runs"), control=False)
     elif options.command == "eval":
         to_play_at_endpoint(options.target, overrides, changes={})
+    elif options.command == "env-serve":
+        load_recipe(Path(options.env), overrides)
     elif options.command == "envs":
         load_recipe(None, [f"--env.id={options.env}", *overrides])
     elif options.command not in ("chat", "new", "view"):
