@@ -390,7 +390,7 @@ class ReportSection(TypedDict, total=False):
     r"""Project (MLflow: experiment) of the run in trackers; the run's name is that of its folder."""
 
 class DeploymentSection(TypedDict, total=False):
-    """Processes that `agentrl up` starts and watches, each on GPUs of its own if there are any. Nothing else reads it."""
+    """Processes that `agentrl up` starts and watches, each on GPUs of its own if there are any; `agentrl plan` counts them."""
 
     trainers: int
     r"""Processes that train."""

@@ -38,7 +38,7 @@ from agentrl.policy.logprobs import tile_elements
 from agentrl.policy.lora import add_sizes, round_frozen
 from agentrl.policy.model import local_config
 from agentrl.policy.sharded_checkpoint import can_load_sharded
-from agentrl.recipe.config import Recipe
+from agentrl.recipe.config import Recipe, deployed
 from agentrl.types import Need
 
 _NAME = "agentrl_sizes"
@@ -361,7 +361,7 @@ def plan_memory(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None =
     """Return the memory of each kind of process: ranks that train, and vLLM's servers if the recipe names any.
 
     Args:
-        recipe: recipe of the run.
+        recipe: recipe of the run; the servers of its section `deployment` are in place of those of its engine.
         gpus: number of all GPUs; each server takes one (or its `tensor_parallel_size`), the others train.
         memory: memory of each GPU, in bytes; vLLM takes a share of it.
         sizes: counts of the recipe's model, if other plans have made them. None: they are made.
@@ -369,6 +369,7 @@ def plan_memory(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None =
     Raises:
         ConfigError: if servers leave no GPU to train on, or there is no model.
     """
+    recipe = deployed(recipe)
     engine: Any = recipe.engine
     servers = list(engine.server.urls) if engine.name == "vllm_server" else []
     parallel = max(1, int(_option(recipe, "tensor_parallel_size", 1))) if servers else 1
