@@ -23,7 +23,7 @@ from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.lora import add_lora
 from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.run.doctor import changed, cheapest_fit, remedies
-from agentrl.run.memory import GB, ProcessMemory, count_kept, count_weights, model_sizes, plan_memory
+from agentrl.run.memory import GB, Kept, ProcessMemory, count_kept, count_weights, model_sizes, plan_memory
 from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.each import each
 from tests.support.plan_memory import CASES, planned_and_measured
@@ -147,6 +147,21 @@ def test_what_a_pass_keeps_is_counted(name: str, checkpointing: bool) -> None:
     measured = sum(size for size, _ in kept.values())
     counted = count_kept(model.config, None, num_tokens=64, weights=dtype, autocast=False, checkpointing=checkpointing)
     assert counted.rest + counted.layer * model.config.num_hidden_layers == pytest.approx(measured, rel=0.1)
+
+
+@each("num_tokens", [512, 709])
+def test_what_a_long_pass_of_linear_attention_keeps_follows_from_short_ones(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_model("Qwen3.5", vocab_size=97).config
+
+    def counted() -> Kept:
+        options: dict[str, Any] = {"weights": torch.float32, "autocast": True, "checkpointing": False}
+        return count_kept(config, None, num_tokens=num_tokens, **options)
+
+    short = counted()
+    monkeypatch.setattr("agentrl.run.memory._CHUNK", 10**6)  # no pass is long
+    assert short == counted()
 
 
 @pytest.mark.slow

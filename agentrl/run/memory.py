@@ -6,7 +6,7 @@ second, whatever its size. Models beside the policy (a teacher, a critic of its 
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -151,14 +151,35 @@ def count_kept(
     # The grouped product of experts has fake tensors in half precision alone; what else is kept is of the same dtype.
     scale = 2 if weights == torch.float32 and not autocast and getattr(text, "num_experts_per_tok", None) else 1
     weights = torch.bfloat16 if scale == 2 else weights
-    both = [
-        _kept_by(with_layers(config, num), lora, num_tokens, weights, autocast=autocast, checkpointing=checkpointing)
-        for num in (1, 2)
-    ]
-    (one, _), (two, largest) = ((scale * size, scale * most) for size, most in both)
+
+    def kept_by(num_layers: int) -> tuple[int, int]:
+        few = with_layers(config, num_layers)
+        options: dict[str, Any] = {"autocast": autocast, "checkpointing": checkpointing}
+        size, copy, other = _at_length(few, num_tokens, lambda num: _kept_by(few, lora, num, weights, **options))
+        return scale * size, scale * max(copy, other)
+
+    (one, _), (two, largest) = kept_by(1), kept_by(2)
     if text.num_hidden_layers == 1:
         return Kept(layer=0, rest=one, largest=largest)
     return Kept(layer=two - one, rest=2 * one - two, largest=largest)
+
+
+_CHUNK = 64
+"""Tokens of a round of linear attention's loop."""
+
+
+def _at_length(config: Any, num_tokens: int, count: Callable[[int], Sequence[int]]) -> list[int]:
+    """Return what `count` finds in a pass of `num_tokens` tokens.
+
+    Linear attention goes through a pass in rounds, each of which takes milliseconds with fake tensors and keeps as much as
+    another: what two short passes keep, with as many tokens in the last round, tells the rest.
+    """
+    rounds, rest = divmod(num_tokens, _CHUNK)
+    if rounds < 6 or "linear_attention" not in (getattr(config.get_text_config(), "layer_types", None) or ()):
+        return [*count(num_tokens)]
+    few = 4  # of so many tokens any tensor is larger than a layer's state
+    found = count(rest + few * _CHUNK), count(rest + (few + 1) * _CHUNK)
+    return [first + (rounds - few) * (second - first) for first, second in zip(*found, strict=True)]
 
 
 def _kept_by(
@@ -169,11 +190,12 @@ def _kept_by(
     *,
     autocast: bool,
     checkpointing: bool,
-) -> tuple[int, int]:
-    """Return the bytes that all storages of a pass have together, and the largest."""
+) -> tuple[int, int, int]:
+    """Return the bytes of all storages of a pass together, of the largest copy of a weight, and of the largest other tensor."""
     kept: dict[int, tuple[int, Tensor]] = {}
     with _made(config, lora, dtype=weights) as model:
         own = {p.untyped_storage()._cdata for p in model.parameters()}
+        shapes = {shape for p in model.parameters() for shape in (p.shape, p.shape[::-1])}
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -189,8 +211,10 @@ def _kept_by(
         ):
             hidden = model.base_model(input_ids=torch.zeros(1, num_tokens, dtype=torch.long), use_cache=False)
             keep(hidden.last_hidden_state)
-    sizes = [size for size, _ in kept.values()]
-    return sum(sizes), max(sizes)
+    largest = {True: 0, False: 0}
+    for size, tensor in kept.values():
+        largest[tensor.shape in shapes] = max(size, largest[tensor.shape in shapes])
+    return sum(size for size, _ in kept.values()), largest[True], largest[False]
 
 
 def count_pass(config: Any, lora: LoraSettings | None, *, num_tokens: int, dtype: torch.dtype) -> int:
