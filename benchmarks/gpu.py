@@ -52,7 +52,7 @@ from agentrl.policy.config import Layout
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.lora import add_lora, round_frozen
-from agentrl.policy.model import Policy
+from agentrl.policy.model import Policy, checkpoint_layers
 from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.run.memory import ProcessMemory, model_config, plan_memory
 from agentrl.types import StopReason
@@ -158,7 +158,7 @@ def new_learner(recipe: Recipe, layout: Layout, device: torch.device) -> Learner
         if half:
             round_frozen(model)
     if train.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, every=int(train.gradient_checkpointing))
     chosen, words = choose_layout(model, layout, half=half) if recipe.model.lora is None else (layout, None)
     assert (chosen, words) == (layout, None)
     model.to(device)

@@ -439,6 +439,18 @@ def test_what_waits_in_the_hosts_memory_is_not_counted(tmp_path: Path) -> None:
     assert sharded == (2 * num + 4 * trained) // 4
 
 
+def test_layers_that_are_not_computed_again_keep_everything(tmp_path: Path) -> None:
+    def activations(checkpointing: str) -> int:
+        options = ("--train.gradient_checkpointing", checkpointing, "--engine.name", "vllm")
+        return plan_memory(recipe_of("0.6B", tmp_path, *options), gpus=1, memory=80 * GB)[0].uses["activations"]
+
+    no_layer, second, fourth, twentieth, all_layers = map(activations, ("false", "2", "4", "20", "true"))
+    a_layer = (second - all_layers) // 14  # of 28
+    assert fourth - all_layers == 21 * a_layer
+    assert twentieth - all_layers == 26 * a_layer  # layers 0 and 20 keep their inputs alone
+    assert no_layer - all_layers == pytest.approx(27 * a_layer, rel=0.01)  # one is computed again in any case
+
+
 def test_moments_come_back_for_a_weight_at_a_time(tmp_path: Path) -> None:
     folder = folder_of("0.6B", tmp_path, tie_word_embeddings=False)
     few = [

@@ -524,14 +524,16 @@ def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, in
     }
     whole = sizes.kept(**options, checkpointing=False)
     kept = sizes.kept(**options, checkpointing=True) if train.gradient_checkpointing else whole
-    all_kept = kept.layer * sizes.config.get_text_config().num_hidden_layers + kept.rest
+    num_layers, every = sizes.config.get_text_config().num_hidden_layers, int(train.gradient_checkpointing)
+    num_again = -(-num_layers // every) if every else 0
+    all_kept = num_again * kept.layer + (num_layers - num_again) * whole.layer + kept.rest
     in_layer = 2 * whole.largest + (whole.layer if train.gradient_checkpointing else 0)  # computed again
 
     together = _HALF if is_half else _SINGLE  # bytes of each weight that is put together, and of its gradient
     layer, outside = (together * counted.layer, together * counted.outside) if is_sharded else (0, 0)
     copies = 0
-    if is_half and not (is_sharded or is_rounded) and train.gradient_checkpointing:
-        copies = _HALF * (counted.total - counted.outside)  # autocast's, until the pass ends
+    if is_half and not (is_sharded or is_rounded):
+        copies = _HALF * (counted.total - counted.outside) * num_again // num_layers  # autocast's, until the pass ends
     of_weight = together if is_sharded else _SINGLE
     embedding, head = of_weight * counted.embedding, of_weight * counted.head
     # The head's gradient stays to the end if it is added to the embedding's, or sharded with it.
