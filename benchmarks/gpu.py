@@ -52,7 +52,7 @@ from agentrl.policy.config import Layout
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.lora import add_lora, round_frozen
-from agentrl.policy.model import Policy
+from agentrl.policy.model import Policy, checkpoint_layers
 from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.run.memory import ProcessMemory, model_config, plan_memory
 from agentrl.types import StopReason
@@ -77,24 +77,24 @@ class Case:
     """Of the model's configuration."""
 
 
-_LARGE = ["--train.max_tokens_per_micro_batch", "16384"]
+_PASS = "--train.max_tokens_per_micro_batch"
 CASES: dict[str, Case] = {
-    "0.6B": Case(size="0.6B", recipe="qwen3-0.6b"),
-    "0.6B, 16k": Case(size="0.6B", recipe="qwen3-0.6b", options=_LARGE),
-    "0.6B, 16k, packed": Case(size="0.6B", recipe="qwen3-0.6b", layout="packed", options=_LARGE),
-    "0.6B, 16k, padded": Case(size="0.6B", recipe="qwen3-0.6b", layout="padded", options=_LARGE),
+    "0.6B": Case(size="0.6B", recipe="qwen3-0.6b", options=[_PASS, "4096"]),
+    "0.6B, 16k": Case(size="0.6B", recipe="qwen3-0.6b"),
+    "0.6B, 16k, packed": Case(size="0.6B", recipe="qwen3-0.6b", layout="packed"),
+    "0.6B, 16k, padded": Case(size="0.6B", recipe="qwen3-0.6b", layout="padded"),
     "0.6B, 16k, nothing twice": Case(
-        size="0.6B", recipe="qwen3-0.6b", options=[*_LARGE, "--train.gradient_checkpointing", "false"]
+        size="0.6B", recipe="qwen3-0.6b", options=["--train.gradient_checkpointing", "false"]
     ),
-    "0.6B, 16k, moments away": Case(
-        size="0.6B", recipe="qwen3-0.6b", options=[*_LARGE, "--train.offload", "[optimizer]"]
+    "0.6B, 16k, moments away": Case(size="0.6B", recipe="qwen3-0.6b", options=["--train.offload", "[optimizer]"]),
+    "1.7B, 16k": Case(size="1.7B", recipe="qwen3-0.6b"),
+    "8B-lora": Case(size="8B", recipe="qwen3-8b-lora", groups=2, options=[_PASS, "8192"]),
+    "8B-lora, packed": Case(size="8B", recipe="qwen3-8b-lora", layout="packed", groups=2, options=[_PASS, "8192"]),
+    "30B-A3B, two layers": Case(
+        size="30B-A3B", recipe="qwen3-0.6b", changes={"num_hidden_layers": 2}, options=[_PASS, "4096"]
     ),
-    "1.7B, 16k": Case(size="1.7B", recipe="qwen3-0.6b", options=_LARGE),
-    "8B-lora": Case(size="8B", recipe="qwen3-8b-lora", groups=2),
-    "8B-lora, packed": Case(size="8B", recipe="qwen3-8b-lora", layout="packed", groups=2),
-    "30B-A3B, two layers": Case(size="30B-A3B", recipe="qwen3-0.6b", changes={"num_hidden_layers": 2}),
 }
-"""The recipes are those of `examples/gpu`; 16k: tokens of a pass, in place of 4,096."""
+"""The recipes are those of `examples/gpu`; 16k: tokens of a pass, as they are there."""
 TINY = Case(
     size="0.6B",
     recipe="qwen3-0.6b",
@@ -158,7 +158,7 @@ def new_learner(recipe: Recipe, layout: Layout, device: torch.device) -> Learner
         if half:
             round_frozen(model)
     if train.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, every=int(train.gradient_checkpointing))
     chosen, words = choose_layout(model, layout, half=half) if recipe.model.lora is None else (layout, None)
     assert (chosen, words) == (layout, None)
     model.to(device)
@@ -237,8 +237,33 @@ def trace(case: Case) -> dict[str, float]:
     }
 
 
+def beside_trl(*, is_cpu: bool) -> list[str]:
+    """Return the command of a step of ours and of TRL's on the same batch."""
+    case = ["--quick", "--devices", "cpu"] if is_cpu else ["--rows", "0.6B_tools", "--devices", "cuda"]
+    return [sys.executable, "-m", "benchmarks.train_step", "--repeats", "1" if is_cpu else "3", *case]
+
+
+def curve(folder: Path, *, is_cpu: bool) -> list[str]:
+    """Return the command that trains SmolLM2-135M-Instruct, whose success in evaluations is the curve; on a CPU, a step."""
+    steps = {
+        "--train.steps": "1",
+        "--warmup.steps": "1",
+        "--warmup.num_demonstrations": "8",
+        "--evaluation.num_tasks": "2",
+    }
+    few = {"--rollout.num_groups": "1", "--rollout.dynamic_sampling": "0", "--rollout.group_size": "2"}
+    small = [word for option in (steps | few).items() for word in option] if is_cpu else []
+    run = ["run", "--out", str(folder / "curve.jsonl"), "--runs", str(folder), "--seeds", "0", "--arms", "grpo/uniform"]
+    return [sys.executable, "-m", "benchmarks.flagship", *run, *small]
+
+
 def short(minutes: float, *, is_cpu: bool) -> None:
     """Print what a GPU tells in a few minutes, a line for each part as it ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        _short(minutes, Path(folder), is_cpu=is_cpu)
+
+
+def _short(minutes: float, folder: Path, *, is_cpu: bool) -> None:
     device, repeats = (["--device", "cpu"], "1") if is_cpu else ([], "3")
     own = [sys.executable, "-m", "benchmarks.gpu"]
     late = ["tests/gpu/test_processes.py", "-k", "arrive or read_only", "-m", "gpu"]
@@ -246,15 +271,17 @@ def short(minutes: float, *, is_cpu: bool) -> None:
     parts |= {} if is_cpu else {"late weights": [sys.executable, "-m", "pytest", "-q", "-n0", *late]}
     cases = ["0.6B, 16k", "8B-lora", "0.6B, 16k, packed", "0.6B, 16k, moments away", "8B-lora, packed"]
     parts |= {f"step of {name}": [*own, "step", "--repeats", repeats, "--case", name, *device] for name in cases}
+    parts |= {"a step beside TRL's": beside_trl(is_cpu=is_cpu), "SmolLM2's curve": curve(folder, is_cpu=is_cpu)}
     end = time.monotonic() + 60 * minutes
     for name, command in parts.items():
         begin = time.monotonic()
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=max(0.1, end - begin))
-            line = (done.stdout if done.returncode == 0 else done.stderr or done.stdout).strip().splitlines()[-1]
+            lines = (done.stdout if done.returncode == 0 else done.stderr or done.stdout).strip().splitlines()
         except subprocess.TimeoutExpired:
-            line = "no time left"
-        found = json.loads(line) if line.startswith("{") else {"said": line}
+            lines = ["no time left"]
+        line = next((line for line in lines if line.startswith(("{", "[{"))), None)  # of TRL's there is one in a list
+        found = {"said": lines[-1]} if line is None else json.loads(line.strip("[]"))
         print(json.dumps({"part": name, "took_s": round(time.monotonic() - begin, 1), **found}), flush=True)
 
 

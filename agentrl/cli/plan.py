@@ -23,7 +23,9 @@ def add(commands: Commands) -> None:
     words = f"Say what a recipe needs of GPUs' memory, and which field helps where it does not fit. {OVERRIDING}"
     plan = commands.add("plan", _plan, words, overrides=True)
     plan.add_argument("target", type=Path, metavar="RECIPE|RUN", help="a recipe, or a run's folder")
-    plan.add_argument("--gpus", type=int, default=1, help="how many in all, those of servers included (default 1)")
+    plan.add_argument(
+        "--gpus", type=int, help="how many in all, those of servers included (default: of its deployment)"
+    )
     plan.add_argument("--memory", type=float, default=80, help="of each, in GB of 10^9 bytes (default 80)")
     words = f"Say what a recipe's engine is, whether it agrees with the trainer, how fast. {OVERRIDING}"
     doctor = commands.add("doctor", _doctor, words, overrides=True)
@@ -31,15 +33,19 @@ def add(commands: Commands) -> None:
 
 
 def _plan(options: argparse.Namespace, rest: list[str]) -> None:
-    if options.gpus < 1 or not 0 < options.memory <= _MAX_GB:
+    if (options.gpus is not None and options.gpus < 1) or not 0 < options.memory <= _MAX_GB:
         raise ConfigError(f"--gpus and --memory: expected positive numbers, and at most {_MAX_GB:,} GB")
-    recipe, _ = load(options.target, rest)
+    from agentrl.recipe.config import deployed
+
+    recipe = deployed(load(options.target, rest)[0])
+    deployment = recipe.deployment
+    gpus = options.gpus or deployment.trainers + deployment.servers * deployment.tensor_parallel
     from agentrl.run.memory import GB, model_sizes, plan_memory, tokens_of_a_pass
     from agentrl.run.parts import task_shard
 
     memory = int(options.memory * GB)
     sizes = model_sizes(recipe)
-    processes = plan_memory(recipe, gpus=options.gpus, memory=memory, sizes=sizes)
+    processes = plan_memory(recipe, gpus=gpus, memory=memory, sizes=sizes)
     task_shard(recipe.engine, num_groups=recipe.rollout.num_groups, rank=0, num_ranks=processes[0].count)
     console = Console()
     _print_warnings(console, recipe)
@@ -81,7 +87,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
     if training.total > memory:
         raise ConfigError(
             f"a training process needs {training.total / GB:.1f} GB, and a GPU has {options.memory:g}. What helps, each by "
-            f"itself: {_remedies(recipe, gpus=options.gpus, memory=memory, sizes=sizes)}"
+            f"itself: {_remedies(recipe, gpus=gpus, memory=memory, sizes=sizes)}"
         )
 
 

@@ -135,7 +135,7 @@ def _up(options: argparse.Namespace, rest: list[str]) -> None:
     folder, console = recipe.run_dir, Console(soft_wrap=True)
     given = [
         *rest,
-        *_engine_options([f"http://127.0.0.1:{port}" for port in _free_ports(deployment.servers)], deployment),
+        *deployment.engine_options([f"http://127.0.0.1:{port}" for port in _free_ports(deployment.servers)]),
     ]
     how = ["train"] if deployment.trainers == 1 else ["launch", "--processes", str(deployment.trainers)]
     gpus = _divided(visible_gpus(), deployment)
@@ -313,15 +313,6 @@ def _keep_up(server: Member, *, max_restarts: int, say: Callable[[str], object])
         server.start()
 
 
-def _engine_options(urls: Sequence[str], deployment: "DeploymentConfig") -> list[str]:
-    if not urls:
-        return []
-    found = ["--engine.name", "vllm_server", "--engine.server.url", f"[{', '.join(urls)}]"]
-    if deployment.tensor_parallel > 1:
-        found += ["--engine.vllm.tensor_parallel_size", str(deployment.tensor_parallel)]
-    return found
-
-
 def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -395,7 +386,7 @@ def batch_file(
         for index, (node, slot) in enumerate(places)
     )
     target, *rest = command
-    engine = " ".join(f'"{word}"' for word in _engine_options([urls] if places else [], deployment))
+    engine = " ".join(f'"{word}"' for word in deployment.engine_options([urls] if places else []))
     return head + Template(_SCRIPT).substitute(
         given=f"{engine} {shlex.join(rest)}",
         run=run_dir,

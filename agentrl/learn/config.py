@@ -538,8 +538,9 @@ class TrainConfig(BaseModel):
     few trajectories outweigh the rest, as among stale ones (VCPO)."""
     optimizer: OptimizerName = "adamw"
     """`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
-    gradient_checkpointing: Annotated[bool, MayChange()] = False
-    """Keep the inputs of each layer and compute the rest again in the backward pass: slower, for less memory."""
+    gradient_checkpointing: Annotated[bool | Annotated[int, Field(ge=2)], MayChange()] = False
+    """Keep the inputs of each layer and compute the rest again in the backward pass: slower, for less memory. A number: of
+    every n-th layer, from 2 on."""
     compile: Annotated[Literal["none", "layers"], MayChange()] = "none"
     """`layers`: each layer of the model is compiled by itself (`torch.compile`), which takes minutes at the first passes; a
     tree's attention stays outside of its graphs. Not with `sharding: full`."""

@@ -167,6 +167,16 @@ def check_attention(name: str | None, device: torch.device, *, is_half: bool) ->
         raise ConfigError(f"{field} is not installed here: `pip install flash-attn`, or set it to sdpa")
 
 
+def checkpoint_layers(model: Any, every: int) -> None:
+    """Let every n-th layer keep its inputs alone, and compute the rest again in the backward pass."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index % every == 0
+
+
 def check_dropout(config: Any) -> None:
     """Refuse to train models that draw random numbers in a pass: dropout, or jitter in the choice of experts.
 

@@ -46,7 +46,7 @@ _MAX_EPISODES = 1_000_000
 
 
 class DeploymentConfig(BaseModel):
-    """Processes that `agentrl up` starts and watches, each on GPUs of its own if there are any. Nothing else reads it."""
+    """Processes that `agentrl up` starts and watches, each on GPUs of its own if there are any; `agentrl plan` counts them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -58,6 +58,15 @@ class DeploymentConfig(BaseModel):
     """GPUs of each server."""
     max_restarts: AmountOrZero = 3
     """Times that the trainers are resumed after a failure; and that a server may fail in a row before it serves."""
+
+    def engine_options(self, urls: Sequence[str]) -> list[str]:
+        """Return the options of a recipe whose servers have these addresses. None: its engine stays."""
+        if not urls:
+            return []
+        found = ["--engine.name", "vllm_server", "--engine.server.url", f"[{', '.join(urls)}]"]
+        if self.tensor_parallel > 1:
+            found += ["--engine.vllm.tensor_parallel_size", str(self.tensor_parallel)]
+        return found
 
 
 class Recipe(BaseModel):
@@ -287,6 +296,13 @@ def load_recipe(
     if recipe.agent is None:
         full["env"] = recipe.env.with_prompt("full")
     return recipe.model_copy(update=full)
+
+
+def deployed(recipe: Recipe) -> Recipe:
+    """Return a recipe with the engine that `agentrl up` gives it: as many servers as its section `deployment` has."""
+    deployment = recipe.deployment
+    options = deployment.engine_options([f"http://127.0.0.1:{8000 + index}" for index in range(deployment.servers)])
+    return load_recipe(recipe.model_dump(mode="json"), options) if options else recipe
 
 
 def _drop_former_player(data: dict[str, Any], changed: Mapping[str, Any]) -> None:

@@ -332,8 +332,8 @@ class TrainSection(TypedDict, total=False):
     r"""Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small if few trajectories outweigh the rest, as among stale ones (VCPO)."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
     r"""`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
-    gradient_checkpointing: bool
-    r"""Keep the inputs of each layer and compute the rest again in the backward pass: slower, for less memory."""
+    gradient_checkpointing: bool | int
+    r"""Keep the inputs of each layer and compute the rest again in the backward pass: slower, for less memory. A number: of every n-th layer, from 2 on."""
     compile: Literal["none", "layers"]
     r"""`layers`: each layer of the model is compiled by itself (`torch.compile`), which takes minutes at the first passes; a tree's attention stays outside of its graphs. Not with `sharding: full`."""
     betas: Sequence[float]
@@ -396,7 +396,7 @@ class ReportSection(TypedDict, total=False):
     r"""Project (MLflow: experiment) of the run in trackers; the run's name is that of its folder."""
 
 class DeploymentSection(TypedDict, total=False):
-    """Processes that `agentrl up` starts and watches, each on GPUs of its own if there are any. Nothing else reads it."""
+    """Processes that `agentrl up` starts and watches, each on GPUs of its own if there are any; `agentrl plan` counts them."""
 
     trainers: int
     r"""Processes that train."""

@@ -160,6 +160,7 @@ def _levers(recipe: Recipe, now: ProcessMemory) -> Iterator[_Lever]:
             yield _Lever(0.12, asleep)
         yield _Lever(0.13, {**asleep, "engine.vllm.gpu_memory_utilization": _ALONE})
     if not train.gradient_checkpointing:
+        yield _Lever(0.11, {"train.gradient_checkpointing": 2})
         yield _Lever(0.22, {"train.gradient_checkpointing": True})
     if "keys and values" in now.uses and now.live > _FEW:
         yield _Lever(0.3, {"engine.max_batch_size": _FEW})

@@ -6,7 +6,7 @@ second, whatever its size. Models beside the policy (a teacher, a critic of its 
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -38,7 +38,7 @@ from agentrl.policy.logprobs import tile_elements
 from agentrl.policy.lora import add_sizes, round_frozen
 from agentrl.policy.model import local_config
 from agentrl.policy.sharded_checkpoint import can_load_sharded
-from agentrl.recipe.config import Recipe
+from agentrl.recipe.config import Recipe, deployed
 from agentrl.types import Need
 
 _NAME = "agentrl_sizes"
@@ -151,14 +151,35 @@ def count_kept(
     # The grouped product of experts has fake tensors in half precision alone; what else is kept is of the same dtype.
     scale = 2 if weights == torch.float32 and not autocast and getattr(text, "num_experts_per_tok", None) else 1
     weights = torch.bfloat16 if scale == 2 else weights
-    both = [
-        _kept_by(with_layers(config, num), lora, num_tokens, weights, autocast=autocast, checkpointing=checkpointing)
-        for num in (1, 2)
-    ]
-    (one, _), (two, largest) = ((scale * size, scale * most) for size, most in both)
+
+    def kept_by(num_layers: int) -> tuple[int, int]:
+        few = with_layers(config, num_layers)
+        options: dict[str, Any] = {"autocast": autocast, "checkpointing": checkpointing}
+        size, copy, other = _at_length(few, num_tokens, lambda num: _kept_by(few, lora, num, weights, **options))
+        return scale * size, scale * max(copy, other)
+
+    (one, _), (two, largest) = kept_by(1), kept_by(2)
     if text.num_hidden_layers == 1:
         return Kept(layer=0, rest=one, largest=largest)
     return Kept(layer=two - one, rest=2 * one - two, largest=largest)
+
+
+_CHUNK = 64
+"""Tokens of a round of linear attention's loop."""
+
+
+def _at_length(config: Any, num_tokens: int, count: Callable[[int], Sequence[int]]) -> list[int]:
+    """Return what `count` finds in a pass of `num_tokens` tokens.
+
+    Linear attention goes through a pass in rounds, each of which takes milliseconds with fake tensors and keeps as much as
+    another: what two short passes keep, with as many tokens in the last round, tells the rest.
+    """
+    rounds, rest = divmod(num_tokens, _CHUNK)
+    if rounds < 6 or "linear_attention" not in (getattr(config.get_text_config(), "layer_types", None) or ()):
+        return [*count(num_tokens)]
+    few = 4  # of so many tokens any tensor is larger than a layer's state
+    found = count(rest + few * _CHUNK), count(rest + (few + 1) * _CHUNK)
+    return [first + (rounds - few) * (second - first) for first, second in zip(*found, strict=True)]
 
 
 def _kept_by(
@@ -169,11 +190,12 @@ def _kept_by(
     *,
     autocast: bool,
     checkpointing: bool,
-) -> tuple[int, int]:
-    """Return the bytes that all storages of a pass have together, and the largest."""
+) -> tuple[int, int, int]:
+    """Return the bytes of all storages of a pass together, of the largest copy of a weight, and of the largest other tensor."""
     kept: dict[int, tuple[int, Tensor]] = {}
     with _made(config, lora, dtype=weights) as model:
         own = {p.untyped_storage()._cdata for p in model.parameters()}
+        shapes = {shape for p in model.parameters() for shape in (p.shape, p.shape[::-1])}
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -189,8 +211,10 @@ def _kept_by(
         ):
             hidden = model.base_model(input_ids=torch.zeros(1, num_tokens, dtype=torch.long), use_cache=False)
             keep(hidden.last_hidden_state)
-    sizes = [size for size, _ in kept.values()]
-    return sum(sizes), max(sizes)
+    largest = {True: 0, False: 0}
+    for size, tensor in kept.values():
+        largest[tensor.shape in shapes] = max(size, largest[tensor.shape in shapes])
+    return sum(size for size, _ in kept.values()), largest[True], largest[False]
 
 
 def count_pass(config: Any, lora: LoraSettings | None, *, num_tokens: int, dtype: torch.dtype) -> int:
@@ -361,7 +385,7 @@ def plan_memory(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None =
     """Return the memory of each kind of process: ranks that train, and vLLM's servers if the recipe names any.
 
     Args:
-        recipe: recipe of the run.
+        recipe: recipe of the run; the servers of its section `deployment` are in place of those of its engine.
         gpus: number of all GPUs; each server takes one (or its `tensor_parallel_size`), the others train.
         memory: memory of each GPU, in bytes; vLLM takes a share of it.
         sizes: counts of the recipe's model, if other plans have made them. None: they are made.
@@ -369,6 +393,7 @@ def plan_memory(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None =
     Raises:
         ConfigError: if servers leave no GPU to train on, or there is no model.
     """
+    recipe = deployed(recipe)
     engine: Any = recipe.engine
     servers = list(engine.server.urls) if engine.name == "vllm_server" else []
     parallel = max(1, int(_option(recipe, "tensor_parallel_size", 1))) if servers else 1
@@ -499,14 +524,16 @@ def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, in
     }
     whole = sizes.kept(**options, checkpointing=False)
     kept = sizes.kept(**options, checkpointing=True) if train.gradient_checkpointing else whole
-    all_kept = kept.layer * sizes.config.get_text_config().num_hidden_layers + kept.rest
+    num_layers, every = sizes.config.get_text_config().num_hidden_layers, int(train.gradient_checkpointing)
+    num_again = -(-num_layers // every) if every else 0
+    all_kept = num_again * kept.layer + (num_layers - num_again) * whole.layer + kept.rest
     in_layer = 2 * whole.largest + (whole.layer if train.gradient_checkpointing else 0)  # computed again
 
     together = _HALF if is_half else _SINGLE  # bytes of each weight that is put together, and of its gradient
     layer, outside = (together * counted.layer, together * counted.outside) if is_sharded else (0, 0)
     copies = 0
-    if is_half and not (is_sharded or is_rounded) and train.gradient_checkpointing:
-        copies = _HALF * (counted.total - counted.outside)  # autocast's, until the pass ends
+    if is_half and not (is_sharded or is_rounded):
+        copies = _HALF * (counted.total - counted.outside) * num_again // num_layers  # autocast's, until the pass ends
     of_weight = together if is_sharded else _SINGLE
     embedding, head = of_weight * counted.embedding, of_weight * counted.head
     # The head's gradient stays to the end if it is added to the embedding's, or sharded with it.

@@ -40,7 +40,14 @@ from agentrl.models.moe import experts_of
 from agentrl.policy.config import Layout, LoraSettings, ModelConfig
 from agentrl.policy.layout import check_head, choose_layout
 from agentrl.policy.lora import add_lora, find_layers, round_frozen
-from agentrl.policy.model import Policy, check_dropout, compile_layers, load_pretrained, make_local_model
+from agentrl.policy.model import (
+    Policy,
+    check_dropout,
+    checkpoint_layers,
+    compile_layers,
+    load_pretrained,
+    make_local_model,
+)
 from agentrl.policy.sharded_checkpoint import load_sharded, small_like
 from agentrl.rollout import EnvPlayer, EpisodeContext, Journal, Player, RolloutConfig, RolloutPool, Tasks, describe_env
 from agentrl.rollout.agent_episode import AgentPlayer
@@ -493,7 +500,7 @@ def build_policy(
     if config.lora is not None:
         add_lora(model, config.lora)
     if train.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, every=int(train.gradient_checkpointing))
 
     def choose() -> tuple[Layout, str | None]:  # in float32: rounding would hide differences
         probed = model if is_whole else small_like(model, device)

@@ -32,6 +32,7 @@ from agentrl.policy.layout import tree_attention as tree_model
 from agentrl.policy.layout.recurrent import Rows, can_continue, fork, mixers_of, num_computed
 from agentrl.policy.layout.tree import IntArray, plan_tree
 from agentrl.policy.layout.tree_attention import tree_attention
+from agentrl.policy.model import checkpoint_layers
 from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.each import each
 from tests.support.models import MODELS, SIZES, AllFloat64, branching_rows, in_float64, made, tiny
@@ -214,6 +215,21 @@ def test_gradient_checkpointing_runs_layers_again_as_they_ran_before(layout: Lay
         assert largest_error(with_gradients(model, logprobs(model, rows, layout)), expected) < 1e-5
     with torch.no_grad():  # nothing will run again
         torch.testing.assert_close(torch.cat(logprobs(model, rows, layout)), expected["logprobs"])
+
+
+@each(("every", "num_again"), [(1, 5), (2, 3), (4, 2), (9, 1)])
+def test_every_nth_layer_is_computed_again_with_equal_gradients(every: int, num_again: int) -> None:
+    model, rows, calls = tiny("qwen3", num_hidden_layers=5), branching_rows(), list[int]()
+    model.train()
+    for layer in model.base_model.layers:
+        layer.self_attn.register_forward_hook(lambda module, *_: calls.append(module.layer_idx))
+    with attending(model, "tree"):
+        expected = with_gradients(model, logprobs(model, rows, "tree"))
+        assert calls == [0, 1, 2, 3, 4]
+        checkpoint_layers(model, every)
+        assert largest_error(with_gradients(model, logprobs(model, rows, "tree")), expected) < 1e-5
+    assert sorted(calls[10:]) == [*range(0, 5, every)]
+    assert len(calls[10:]) == num_again
 
 
 @pytest.mark.parametrize("layout", ["tree", "packed"])

@@ -31,7 +31,7 @@ from agentrl.learn.policy_state import PolicyState
 from agentrl.models.auto_classes import auto_class
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.lora import add_lora, round_frozen
-from agentrl.policy.model import Policy, local_config
+from agentrl.policy.model import Policy, checkpoint_layers, local_config
 from agentrl.recipe.config import Recipe
 from agentrl.run.memory import model_config, plan_memory
 from agentrl.run.parts import build_engine
@@ -210,7 +210,7 @@ def update(recipe: Recipe, tokens: int) -> None:
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora)
     if train.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, every=int(train.gradient_checkpointing))
     is_sharded = train.is_sharded(accelerator.num_processes)
     if recipe.model.lora is not None and half and not is_sharded:
         round_frozen(model)
