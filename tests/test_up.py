@@ -14,8 +14,9 @@ import psutil
 import pytest
 import yaml
 
-from agentrl.cli import main, serve
-from agentrl.cli.serve import Member, batch_file, watch
+from agentrl.cli import main, members
+from agentrl.cli.members import Member, watch
+from agentrl.cli.up import batch_file
 from agentrl.engine.vllm.common import is_installed
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.recipe.config import DeploymentConfig
@@ -34,8 +35,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         streams = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
         return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
-    monkeypatch.setattr(serve, "start", start)
-    monkeypatch.setattr(serve, "_POLL_S", 0.05)
+    monkeypatch.setattr(members, "start", start)
+    monkeypatch.setattr(members, "_POLL_S", 0.05)
 
 
 SERVING = "import sys; print('serving at x', flush=True); sys.stdin.read()"

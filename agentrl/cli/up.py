@@ -1,0 +1,214 @@
+"""`agentrl up`: servers and trainers together, or a batch file for Slurm."""
+
+import argparse
+import math
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING
+
+from agentrl.api.target import load, name_of
+from agentrl.cli.commands import OVERRIDING, Commands
+from agentrl.cli.members import Member, watch
+from agentrl.errors import ConfigError
+from agentrl.report.terminal import Console
+from agentrl.run.launch import USER_MISTAKE
+
+if TYPE_CHECKING:
+    from agentrl.recipe.config import DeploymentConfig
+
+_FIRST_PORT, _RENDEZVOUS = 8000, 29500
+
+
+def add(commands: Commands) -> None:
+    """Add the command of this file."""
+    words = "Start the servers and trainers of a recipe (section deployment), restart what fails, and end all of it together."
+    up = commands.add("up", _up, f"{words} {OVERRIDING}", overrides=True)
+    up.add_argument("target", type=Path, metavar="RECIPE|RUN", help="a recipe, or the folder of a run to resume")
+    up.add_argument("--slurm", action="store_true", help="print a file for sbatch, and start nothing")
+    up.add_argument("--nodes", type=int, default=1, help="with --slurm: number of nodes (default 1)")
+    up.add_argument("--gpus-per-node", type=int, default=8, help="with --slurm: GPUs of each (default 8)")
+
+
+def _up(options: argparse.Namespace, rest: list[str]) -> None:
+    recipe, run_dir = load(options.target, rest)
+    deployment = recipe.deployment
+    rest = _without_run_dir(rest)
+    if options.slurm:
+        name = name_of(options.target, recipe)
+        where = "runs/{name}-$SLURM_JOB_ID" if recipe.run_dir is None else shlex.quote(str(recipe.run_dir))
+        command = (str(options.target), *rest)
+        numbers = {"nodes": options.nodes, "gpus_per_node": options.gpus_per_node}
+        print(batch_file(name, command, deployment, run_dir=where.format(name=name), **numbers), end="")
+        return
+    from agentrl.api.training import with_run_dir
+    from agentrl.compare.runner import visible_gpus
+
+    recipe = with_run_dir(recipe, run_dir, name=name_of(options.target, recipe))
+    assert recipe.run_dir is not None
+    folder, console = recipe.run_dir, Console(soft_wrap=True)
+    given = [
+        *rest,
+        *_engine_options([f"http://127.0.0.1:{port}" for port in _free_ports(deployment.servers)], deployment),
+    ]
+    how = ["train"] if deployment.trainers == 1 else ["launch", "--processes", str(deployment.trainers)]
+    gpus = _divided(visible_gpus(), deployment)
+
+    def training() -> list[str]:
+        if (folder / "config.yaml").is_file():
+            return [*how, str(folder), *given]
+        return [*how, str(options.target), *given, "--run_dir", str(folder)]
+
+    logs = folder.with_name(f"{folder.name}-servers")
+    with ExitStack() as stack:
+        for number in (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that all others end too
+        servers = []
+        for index in range(deployment.servers):
+            logs.mkdir(parents=True, exist_ok=True)
+            log = stack.enter_context((logs / f"{index}.log").open("ab"))
+            arguments = ["serve", str(options.target), "--server", str(index), *given]
+            servers.append(Member(f"server {index}", partial(list, arguments), log, gpus=gpus[1 + index]))
+        trainers = Member("the trainers", training, sys.stdout.buffer, gpus=gpus[0])
+        try:
+            watch(servers, trainers, max_restarts=deployment.max_restarts, say=console.print)
+        except KeyboardInterrupt:
+            console.print(f"resume with `agentrl up {shlex.quote(str(folder))}`")
+            raise
+
+
+def _without_run_dir(words: Sequence[str]) -> list[str]:
+    """Return options without that of the folder, which a run that is resumed does not take."""
+    kept, is_value = [], False
+    for word in words:
+        if not is_value and word.partition("=")[0] != "--run_dir":
+            kept.append(word)
+        is_value = word == "--run_dir"
+    return kept
+
+
+def _engine_options(urls: Sequence[str], deployment: "DeploymentConfig") -> list[str]:
+    if not urls:
+        return []
+    found = ["--engine.name", "vllm_server", "--engine.server.url", f"[{', '.join(urls)}]"]
+    if deployment.tensor_parallel > 1:
+        found += ["--engine.vllm.tensor_parallel_size", str(deployment.tensor_parallel)]
+    return found
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def _divided(gpus: Sequence[str], deployment: "DeploymentConfig") -> list[Sequence[str] | None]:
+    """Return the GPUs of the trainers, and of each server. None: there are none.
+
+    Raises:
+        ConfigError: if there are too few.
+    """
+    num, each = deployment.trainers, deployment.tensor_parallel
+    if not gpus:
+        return [None] * (1 + deployment.servers)
+    if (needed := num + deployment.servers * each) > len(gpus):
+        raise ConfigError(
+            f"deployment: needs {needed} GPUs, and this machine has {len(gpus)}; lower trainers or servers"
+        )
+    return [gpus[:num], *(gpus[num + index * each :][:each] for index in range(deployment.servers))]
+
+
+def batch_file(
+    name: str,
+    command: Sequence[str],
+    deployment: "DeploymentConfig",
+    *,
+    run_dir: str,
+    nodes: int,
+    gpus_per_node: int,
+) -> str:
+    """Return a file for sbatch: trainers on the first nodes, servers on the others; on one node `agentrl up` itself.
+
+    Args:
+        name: of the job.
+        command: target, and options of the recipe.
+        deployment: numbers of processes.
+        run_dir: the run's folder, as a shell reads it.
+        nodes: number of nodes.
+        gpus_per_node: GPUs of each.
+
+    Raises:
+        ConfigError: if the processes do not fill the nodes.
+    """
+    num, each = deployment.trainers, deployment.tensor_parallel
+    head = f"""#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={gpus_per_node}
+#SBATCH --exclusive
+# If nodes talk over another network than the default one, export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
+"""
+    if nodes == 1:
+        return f"{head}exec srun --ntasks=1 agentrl up {shlex.join(command)}\n"
+    if each > gpus_per_node:
+        raise ConfigError(f"deployment.tensor_parallel: {each} is more than --gpus-per-node: {gpus_per_node}")
+    a_node, num_training = gpus_per_node // each, math.ceil(num / gpus_per_node)
+    if num % num_training or (needed := num_training + math.ceil(deployment.servers / a_node)) != nodes:
+        needed = num_training + math.ceil(deployment.servers / a_node)
+        raise ConfigError(
+            f"--nodes: {num} trainers, alike on each node, and {deployment.servers} servers take {needed} nodes of "
+            f"{gpus_per_node} GPUs, got {nodes}"
+        )
+    places = [(num_training + index // a_node, index % a_node) for index in range(deployment.servers)]
+    urls = ", ".join(f"http://${{hosts[{node}]}}:{_FIRST_PORT + slot}" for node, slot in places)
+    serving = "\n".join(
+        f'serve {index} "${{hosts[{node}]}}" {",".join(map(str, range(slot * each, (slot + 1) * each)))} &'
+        for index, (node, slot) in enumerate(places)
+    )
+    target, *rest = command
+    engine = " ".join(f'"{word}"' for word in _engine_options([urls] if places else [], deployment))
+    return head + Template(_SCRIPT).substitute(
+        given=f"{engine} {shlex.join(rest)}",
+        run=run_dir,
+        target=shlex.quote(target),
+        serving=serving,
+        restarts=deployment.max_restarts,
+        num=num,
+        machines=num_training,
+        port=_RENDEZVOUS,
+        mistake=USER_MISTAKE,
+    )
+
+
+_SCRIPT = """hosts=($$(scontrol show hostnames "$$SLURM_JOB_NODELIST"))
+given=($given)
+run=$run
+serve() { # NUMBER HOST GPUS: again whenever it ends; the next weight sync fills it
+  while true; do
+    srun --overlap --nodes=1 --ntasks=1 --nodelist="$$2" env CUDA_VISIBLE_DEVICES="$$3" \\
+      agentrl serve $target --server "$$1" "$${given[@]}"
+    sleep 10
+  done
+}
+trap 'kill $$(jobs -p)' EXIT
+$serving
+for attempt in $$(seq 0 $restarts); do
+  target=($target --run_dir "$$run")
+  [ -f "$$run/config.yaml" ] && target=("$$run")
+  srun --overlap --nodes=$machines --ntasks=$machines --nodelist="$$(IFS=,; echo "$${hosts[*]:0:$machines}")" \\
+    bash -c 'exec agentrl launch --processes $num --machines $machines --machine "$$SLURM_PROCID" \\
+      --host "$$0" --port $port "$$@"' "$${hosts[0]}" "$${target[@]}" "$${given[@]}"
+  status=$$?
+  [ $$status -eq 0 ] || [ $$status -eq $mistake ] && break
+done
+exit $$status
+"""
