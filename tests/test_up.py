@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from agentrl.cli import main, members
-from agentrl.cli.members import Member, watch
+from agentrl.cli.members import LocalMember, watch
 from agentrl.cli.up import batch_file
 from agentrl.engine.vllm.common import is_installed
 from agentrl.errors import ConfigError, TrainingError
@@ -42,11 +42,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 SERVING = "import sys; print('serving at x', flush=True); sys.stdin.read()"
 
 
-def member(tmp_path: Path, name: str, *codes: str) -> Member:
+def member(tmp_path: Path, name: str, *codes: str) -> LocalMember:
     """Return a member that runs these codes, one at each start, the last again and again."""
     left = list(codes)
     log = (tmp_path / name).open("ab")
-    return Member(name, lambda: [left.pop(0) if len(left) > 1 else left[0]], log, gpus=["7"])
+    return LocalMember(name, lambda: [left.pop(0) if len(left) > 1 else left[0]], log, gpus=["7"])
 
 
 def test_what_ends_is_started_again_and_all_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

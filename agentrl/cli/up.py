@@ -1,4 +1,4 @@
-"""`agentrl up`: servers and trainers together, or a batch file for Slurm."""
+"""`agentrl up`: servers and trainers together, on this machine, on a Ray cluster, or by a batch file for Slurm."""
 
 import argparse
 import math
@@ -6,16 +6,16 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 from agentrl.api.target import load, name_of
 from agentrl.cli.commands import OVERRIDING, Commands
-from agentrl.cli.members import Member, watch
+from agentrl.cli.members import OWN_HOST, OWN_PORT, LocalMember, Member, RayMember, RayTrainers, Server, watch
 from agentrl.errors import ConfigError
 from agentrl.report.terminal import Console
 from agentrl.run.launch import USER_MISTAKE
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from agentrl.recipe.config import DeploymentConfig
 
 _FIRST_PORT, _RENDEZVOUS = 8000, 29500
+Serving: TypeAlias = Callable[[int, Sequence[str]], list[str]]
+"""Returns the arguments of a server, from its number and the servers' URLs."""
+Training: TypeAlias = Callable[[Sequence[str], Sequence[str]], list[str]]
+"""Returns the arguments of trainers, from options of `agentrl launch` and the servers' URLs."""
 
 
 def add(commands: Commands) -> None:
@@ -31,7 +35,11 @@ def add(commands: Commands) -> None:
     words = "Start the servers and trainers of a recipe (section deployment), restart what fails, and end all of it together."
     up = commands.add("up", _up, f"{words} {OVERRIDING}", overrides=True)
     up.add_argument("target", type=Path, metavar="RECIPE|RUN", help="a recipe, or the folder of a run to resume")
-    up.add_argument("--slurm", action="store_true", help="print a file for sbatch, and start nothing")
+    where = up.add_mutually_exclusive_group()
+    where.add_argument(
+        "--ray", action="store_true", help="on the nodes of a running Ray cluster, which share the folders"
+    )
+    where.add_argument("--slurm", action="store_true", help="print a file for sbatch, and start nothing")
     up.add_argument("--nodes", type=int, default=1, help="with --slurm: number of nodes (default 1)")
     up.add_argument("--gpus-per-node", type=int, default=8, help="with --slurm: GPUs of each (default 8)")
 
@@ -48,39 +56,55 @@ def _up(options: argparse.Namespace, rest: list[str]) -> None:
         print(batch_file(name, command, deployment, run_dir=where.format(name=name), **numbers), end="")
         return
     from agentrl.api.training import with_run_dir
-    from agentrl.compare.runner import visible_gpus
 
     recipe = with_run_dir(recipe, run_dir, name=name_of(options.target, recipe))
     assert recipe.run_dir is not None
     folder, console = recipe.run_dir, Console(soft_wrap=True)
-    given = [
-        *rest,
-        *_engine_options([f"http://127.0.0.1:{port}" for port in _free_ports(deployment.servers)], deployment),
-    ]
-    how = ["train"] if deployment.trainers == 1 else ["launch", "--processes", str(deployment.trainers)]
-    gpus = _divided(visible_gpus(), deployment)
 
-    def training() -> list[str]:
+    def serving(index: int, urls: Sequence[str]) -> list[str]:
+        return ["serve", str(options.target), "--server", str(index), *rest, *_engine_options(urls, deployment)]
+
+    def training(launching: Sequence[str], urls: Sequence[str]) -> list[str]:
+        how = ["train"] if deployment.trainers == 1 else ["launch", *launching]
+        given = [*rest, *_engine_options(urls, deployment)]
         if (folder / "config.yaml").is_file():
             return [*how, str(folder), *given]
         return [*how, str(options.target), *given, "--run_dir", str(folder)]
 
     logs = folder.with_name(f"{folder.name}-servers")
     with ExitStack() as stack:
+        servers: Sequence[Server]
+        trainers: Member
+        if options.ray:
+            servers, trainers = on_ray(deployment, serving, training, run_dir=folder, logs=logs, say=console.print)
+        else:
+            servers, trainers = _here(deployment, serving, training, logs=logs, stack=stack)
+        # Ray has set signals too.
         for number in (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
             signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that all others end too
-        servers = []
-        for index in range(deployment.servers):
-            logs.mkdir(parents=True, exist_ok=True)
-            log = stack.enter_context((logs / f"{index}.log").open("ab"))
-            arguments = ["serve", str(options.target), "--server", str(index), *given]
-            servers.append(Member(f"server {index}", partial(list, arguments), log, gpus=gpus[1 + index]))
-        trainers = Member("the trainers", training, sys.stdout.buffer, gpus=gpus[0])
         try:
             watch(servers, trainers, max_restarts=deployment.max_restarts, say=console.print)
         except KeyboardInterrupt:
-            console.print(f"resume with `agentrl up {shlex.quote(str(folder))}`")
+            how = "agentrl up --ray" if options.ray else "agentrl up"
+            console.print(f"resume with `{how} {shlex.quote(str(folder))}`")
             raise
+
+
+def _here(
+    deployment: "DeploymentConfig", serving: Serving, training: Training, *, logs: Path, stack: ExitStack
+) -> tuple[list[LocalMember], LocalMember]:
+    """Return servers and trainers on the GPUs of this machine."""
+    from agentrl.compare.runner import visible_gpus
+
+    urls = [f"http://127.0.0.1:{port}" for port in _free_ports(deployment.servers)]
+    gpus = _divided(visible_gpus(), deployment)
+    servers = []
+    for index in range(deployment.servers):
+        logs.mkdir(parents=True, exist_ok=True)
+        log = stack.enter_context((logs / f"{index}.log").open("ab"))
+        servers.append(LocalMember(f"server {index}", partial(serving, index, urls), log, gpus=gpus[1 + index]))
+    arguments = partial(training, ["--processes", str(deployment.trainers)], urls)
+    return servers, LocalMember("the trainers", arguments, sys.stdout.buffer, gpus=gpus[0])
 
 
 def _without_run_dir(words: Sequence[str]) -> list[str]:
@@ -124,6 +148,67 @@ def _divided(gpus: Sequence[str], deployment: "DeploymentConfig") -> list[Sequen
             f"deployment: needs {needed} GPUs, and this machine has {len(gpus)}; lower trainers or servers"
         )
     return [gpus[:num], *(gpus[num + index * each :][:each] for index in range(deployment.servers))]
+
+
+def on_ray(
+    deployment: "DeploymentConfig",
+    serving: Serving,
+    training: Training,
+    *,
+    run_dir: Path,
+    logs: Path,
+    say: Callable[[str], object],
+) -> tuple[list[RayMember], RayTrainers]:
+    """Return servers and trainers that a Ray cluster places on its nodes: on GPUs, or on cores if it has no GPU.
+
+    Args:
+        deployment: numbers of processes.
+        serving: returns the arguments of a server.
+        training: returns the arguments of trainers.
+        run_dir: the run's folder.
+        logs: folder for their output.
+        say: prints a message.
+
+    Raises:
+        ConfigError: if Ray is not installed or does not run, or no node has room for a server.
+    """
+    try:
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    except ImportError as error:
+        raise ConfigError(f"--ray: needs Ray on each node ({error}); pip install 'agentrl[ray]'") from error
+    try:
+        ray.init(address="auto", logging_level="warning")
+    except ConnectionError as error:
+        raise ConfigError("--ray: found no cluster; begin one with `ray start --head`, or set RAY_ADDRESS") from error
+    found = ray.cluster_resources()
+    kind = "GPU" if found.get("GPU") else "CPU"
+    largest = max(node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"])
+    num, each = deployment.trainers, deployment.tensor_parallel
+    if each > largest:
+        raise ConfigError(
+            f"deployment.tensor_parallel: {each} is more than the {largest:g} {kind}s of the largest node"
+        )
+    machines = next(count for count in range(1, num + 1) if num % count == 0 and num // count <= largest)
+    needs = [num // machines] * machines + [each] * deployment.servers
+    if (needed := sum(needs)) > found[kind]:
+        say(f"waiting for {needed} {kind}s: the cluster has {found[kind]:g}")
+    logs.mkdir(parents=True, exist_ok=True)
+    group = placement_group([{kind: need} for need in needs], strategy="PACK")
+    ray.get(group.ready())
+
+    def member(name: str, bundle: int, echo: IO[bytes] | None = None) -> RayMember:
+        options = {f"num_{each.lower()}s": needs[bundle] * (each == kind) for each in ("CPU", "GPU")}
+        place = PlacementGroupSchedulingStrategy(group, bundle)
+        log = logs / f"{name.removeprefix('server ')}.log"
+        return RayMember(name, log, {**options, "scheduling_strategy": place}, echo=echo)
+
+    servers = [member(f"server {index}", machines + index) for index in range(deployment.servers)]
+    for index, server in enumerate(servers):
+        server.arguments = serving(index, [f"http://{OWN_HOST}:{OWN_PORT}"] * len(servers))
+    trainers = [member(f"trainers-{machine}", machine, sys.stdout.buffer) for machine in range(machines)]
+    return servers, RayTrainers(trainers, servers, training, num_processes=num, run_dir=run_dir)
 
 
 def batch_file(
