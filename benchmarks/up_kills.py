@@ -3,7 +3,7 @@
     python -m benchmarks.up_kills [--kills 10] [--mode sync] [--seed 0] [--folder FOLDER]
 
 A seed orders the kills: of a training rank, of a server (`agentrl serve` or vLLM's), and of vLLM's engine core, here a process
-of its own. `agentrl up` has to start again what has ended; the next kill follows once the run has made further steps, and after a
+of its own. `agentrl up` has to start again what has ended; the next kill follows after further steps of the run, and after a
 server's once that is back with the run's weights. What the disk held at each kill (all trainers stopped meanwhile) is compared
 with what the run made of it: an episode that was sampled again, trained on twice or passed over, or a step whose metrics came
 out otherwise, ends the benchmark with an error. At last the command is interrupted, and the run resumed to its end. Prints one
