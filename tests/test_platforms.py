@@ -36,6 +36,7 @@ def test_every_module_is_imported_and_the_default_recipe_trained_and_resumed_wit
     assert (tmp_path / "run-世" / "report.html").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_what_apples_gpus_cannot_compute_is_computed_by_the_processor() -> None:
     script = """

@@ -202,6 +202,7 @@ def merge_adapters(tmp_path: Path) -> None:
     assert not any("mismatch/lost_change" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_one_process_alone_rounds_what_is_frozen_and_shares_it_with_the_reference_though_sharding_is_full(
     tmp_path: Path,
 ) -> None:
@@ -472,6 +473,7 @@ def fallen(tmp_path: Path, *, until: int, **settings: Any) -> Recipe:
     return recipe(tmp_path, env={"id": "tests.test_run:Fallen"}, rollout=rollout, train=train, evaluation={"every": 0})
 
 
+@pytest.mark.slow
 def test_a_run_whose_policy_collapsed_goes_back_once_with_half_the_rate(tmp_path: Path) -> None:
     agentrl.train(fallen(tmp_path, until=122, on_collapse="rewind"))
     folder = RunFolder(tmp_path / "run")

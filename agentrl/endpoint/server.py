@@ -311,9 +311,13 @@ class Endpoint:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[4][:2], family=address[0], backlog=2048)
+        found = socket.create_server(address[4][:2], family=address[0], backlog=2048)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"the endpoint cannot listen on {host}:{port}: {error}; name another host or port") from error
+    # Connections inherit it. asyncio sets it only for sockets that name their protocol, as those of create_server do not:
+    # the second packet of an answer would wait 40 ms for the client's delayed acknowledgement.
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return found
 
 
 async def _sample(answer: Answer, asked: Asked) -> list[Said]:

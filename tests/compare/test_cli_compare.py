@@ -84,6 +84,7 @@ def test_a_comparison_that_is_killed_is_resumed_by_the_same_command(
     assert [arm["curves"] for arm in other["arms"]] == [arm["curves"] for arm in comparison["arms"]]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_run_ends_with_what_started_it_where_interrupts_are_ignored(tmp_path: Path) -> None:
     recipe, run, log = tmp_path / "doors.yaml", tmp_path / "run", tmp_path / "log"

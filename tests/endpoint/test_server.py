@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -326,6 +327,15 @@ def test_an_endpoint_listens_on_loopback_unless_another_host_is_named() -> None:
             Endpoint([], port=port)
     with Endpoint([], host="0.0.0.0", public_host="trainer") as endpoint:
         assert endpoint.open_session(Policy().answer).base_url.startswith("http://trainer:")
+
+
+def test_packets_of_an_answer_do_not_wait_for_acknowledgements() -> None:
+    with Endpoint([]) as endpoint, socket.create_connection(endpoint._socket.getsockname()) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.recv(9) == b"HTTP/1.1 "
+        (connection,) = endpoint._server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_client_reports_rewards_and_states_for_its_own_session() -> None:

@@ -265,6 +265,7 @@ def test_a_server_that_hangs_as_it_samples_is_left_out_and_comes_back(
     run(main())
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_as_it_is_paused_is_left_out_and_comes_back(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

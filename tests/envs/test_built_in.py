@@ -84,6 +84,7 @@ def test_the_oracle_solves_its_share(name: str, setting: Setting) -> None:
     env.close()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each(("name", "setting"), SETTINGS)
 def test_neither_chance_nor_one_action_solves_a_tenth(name: str, setting: Setting) -> None:

@@ -69,6 +69,7 @@ def test_the_full_form_names_no_reward_that_is_switched_off(name: str) -> None:
         assert unpaid.count("earns") + unpaid.count("earn ") < paid.count("earns") + paid.count("earn ")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each("name", NAMES)
 def test_the_full_form_keeps_the_contract(name: str) -> None:

@@ -80,6 +80,7 @@ def test_an_optimizer_that_keeps_its_own_is_refused() -> None:
         load_recipe(None, ["--train.offload", "[optimizer]", "--train.optimizer", "adamw_8bit"])
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_run_with_offload_is_the_run_without_it_and_each_resumes_the_other(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"

@@ -425,7 +425,7 @@ def with_model(folder: Path, tmp_path: Path, credit: dict[str, Any], **sections:
             {"scheme": "distill", "teacher": "reference"},
             {"scheme": "distill", "teacher": "hindsight"},
         ],
-        num=4,
+        num=2,
     ),
     ids=lambda credit: "-".join(map(str, credit.values())),
 )

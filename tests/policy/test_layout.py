@@ -293,7 +293,7 @@ def test_rows_are_packed_where_a_tree_lacks_what_the_model_needs() -> None:
 
 
 @pytest.mark.parametrize("layout", first_quick(["tree", "packed"]))
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", first_quick(RECURRENT, num=2))
 def test_the_recurrent_parts_of_a_model_see_rows_one_by_one(family: str, layout: Layout) -> None:
     if (family, layout) in NOT_SO:
         with pytest.raises(

@@ -70,6 +70,7 @@ def test_what_a_run_adds_is_told_once(server: Server) -> None:
     assert server.get("/data.json?stamp=x")[0] == 200
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_told_in_one_line(server: Server) -> None:
     command = [sys.executable, "-m", "agentrl", "view", str(server.run.path), "--port", str(server.port)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -124,6 +125,7 @@ def test_what_many_pages_ask_for_at_once_is_read_and_written_once(
     assert calls == ["read", "write"] * 2
 
 
+@pytest.mark.slow
 @each("path", ["/", "/data.json", "/data.json?stamp=1"])
 def test_a_run_that_is_damaged_or_gone_is_told_until_it_is_mended(path: str, tmp_path: Path) -> None:
     server = Server(make_run(tmp_path / "run"))

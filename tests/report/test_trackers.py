@@ -84,6 +84,7 @@ def places(home: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_tensorboard_has_metrics_recipe_and_rollouts(tracked: Tracked) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

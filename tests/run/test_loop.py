@@ -79,6 +79,7 @@ def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(runs: Runs, tmp_path:
     assert torch.equal(weights(late.parts), weights(whole.parts))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_kl_term_pulls_towards_the_reference(runs: Runs) -> None:
     distance = {}

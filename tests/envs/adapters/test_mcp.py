@@ -262,6 +262,7 @@ def test_a_server_that_dies_again_and_again_fails_the_episode_with_its_last_word
     assert contents(env, tool_call("add", a=1, b=2)) == ["3"]
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_take_the_calls_again_fails_the_episode_and_is_ended(
     make: Callable[..., Sums], tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def secret(env: OpenEnv) -> int:
     return random.Random(env.seed).randrange(100)
 
 
+@pytest.mark.slow
 def test_its_environments_keep_the_contract(server: Server) -> None:
     check_env(OpenEnv, seeds=range(50), url=server.url)
 

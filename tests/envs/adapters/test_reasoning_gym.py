@@ -133,6 +133,7 @@ def test_nothing_of_an_answer_is_run(dataset: str, tmp_path: Path) -> None:
         assert not (tmp_path / "made").exists(), text
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each("dataset", READERS)
 def test_right_answers_are_still_right(dataset: str) -> None:

@@ -20,6 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("games"))
 
 
+@pytest.mark.slow
 def test_its_games_keep_the_contract(folder: str) -> None:
     check_env(TextWorld, seeds=range(3), timeout_s=120.0, folder=folder, **SMALL)
 

@@ -96,6 +96,7 @@ time.sleep(2)
 """
 
 
+@pytest.mark.slow
 def test_limits_hold_for_all_processes_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with container(max_processes=20, max_memory_mb=120, timeout_s=30).build() as sandbox:
