@@ -28,6 +28,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, *nodes: str) -> Iterator[Any]:
     pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     from ray.cluster_utils import Cluster
 
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # its workers would wait for whatever else runs here
     head = {"num_cpus": 0, "node_ip_address": "127.0.0.2", "include_dashboard": False}
     found = Cluster(initialize_head=True, head_node_args=head)
     try:
