@@ -14,8 +14,9 @@ import psutil
 import pytest
 import yaml
 
-from agentrl.cli import main, serve
-from agentrl.cli.serve import Member, batch_file, watch
+from agentrl.cli import main, members
+from agentrl.cli.members import LocalMember, watch
+from agentrl.cli.up import batch_file
 from agentrl.engine.vllm.common import is_installed
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.recipe.config import DeploymentConfig
@@ -34,18 +35,18 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         streams = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
         return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
-    monkeypatch.setattr(serve, "start", start)
-    monkeypatch.setattr(serve, "_POLL_S", 0.05)
+    monkeypatch.setattr(members, "start", start)
+    monkeypatch.setattr(members, "_POLL_S", 0.05)
 
 
 SERVING = "import sys; print('serving at x', flush=True); sys.stdin.read()"
 
 
-def member(tmp_path: Path, name: str, *codes: str) -> Member:
+def member(tmp_path: Path, name: str, *codes: str) -> LocalMember:
     """Return a member that runs these codes, one at each start, the last again and again."""
     left = list(codes)
     log = (tmp_path / name).open("ab")
-    return Member(name, lambda: [left.pop(0) if len(left) > 1 else left[0]], log, gpus=["7"])
+    return LocalMember(name, lambda: [left.pop(0) if len(left) > 1 else left[0]], log, gpus=["7"])
 
 
 def test_what_ends_is_started_again_and_all_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

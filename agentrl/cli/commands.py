@@ -13,6 +13,7 @@ FAMILIES = (
     "plan",
     "chat",
     "serve",
+    "up",
     "show",
     "report",
     "compare",

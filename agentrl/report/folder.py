@@ -168,14 +168,17 @@ class RunFolder:
             raise ConfigError(f"{path} is not the folder of a run: it has no config.yaml")
         return cls(path)
 
-    def lock(self) -> AbstractContextManager[object]:
+    def lock(self, *, timeout_s: float = 0.0) -> AbstractContextManager[object]:
         """Keep other processes from training in this folder until what is returned is left, or this process ends.
+
+        Args:
+            timeout_s: seconds to wait until no other one does.
 
         Raises:
             ConfigError: when another one does.
         """
         try:
-            return FileLock(self.path / ".lock").acquire(blocking=False)
+            return FileLock(self.path / ".lock").acquire(timeout=timeout_s)
         except Timeout as error:
             raise ConfigError(
                 f"{self.path}: another process is training this run; end it, or wait for its end"
