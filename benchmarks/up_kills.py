@@ -118,6 +118,11 @@ def command_of(process: psutil.Process) -> list[str]:
     return []
 
 
+def occurrences(log: Path, words: str) -> int:
+    """Return how often a log has these words."""
+    return log.read_text(encoding="utf-8").count(words)
+
+
 def num_steps(run: Path) -> int:
     """Return the number of rows of metrics."""
     file = run / "metrics.jsonl"
@@ -134,17 +139,23 @@ def kill(deployment: Deployment, run: Path, kind: str, rng: random.Random) -> On
         rank.suspend()
     found = look(run)
     assert found is not None, "a checkpoint was there"
-    served = (log := run.with_name("run-servers") / f"{server}.log").read_text(encoding="utf-8").count("serving at")
-    resumed, back = (deployment.output().count(words) for words in (": resuming (", "is back, with the weights"))
+    log = run.with_name("run-servers") / f"{server}.log"
+    served, resumed = occurrences(log, "serving at"), occurrences(deployment.log, ": resuming (")
+    back = occurrences(deployment.log, "is back, with the weights")
     victim.kill()
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
             rank.resume()
-    if kind == "rank":
-        deployment.until(lambda: deployment.output().count(": resuming (") > resumed, what="trainers that are resumed")
-    else:
-        deployment.until(lambda: log.read_text(encoding="utf-8").count("serving at") > served, what=f"server {server}")
-        deployment.until(lambda: deployment.output().count("is back, with the weights") > back, what=f"server {server}")
+
+    def are_resumed() -> bool:
+        return occurrences(deployment.log, ": resuming (") > resumed
+
+    def is_filled() -> bool:
+        return occurrences(log, "serving at") > served and (
+            occurrences(deployment.log, "is back, with the weights") > back or are_resumed()
+        )
+
+    deployment.until(are_resumed if kind == "rank" else is_filled, what=f"a {kind} that is started again")
     steps = num_steps(run)
     deployment.until(lambda: num_steps(run) >= steps + STEPS_BETWEEN, what="further steps")
     return found
@@ -204,6 +215,9 @@ def figures(mode: str, *, num_kills: int, seed: int, here: Path) -> dict[str, An
 
 def main() -> None:
     """Print the figures."""
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # with `&` a shell lets it be ignored, here and in what starts
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--mode", choices=("sync", "partial", "async"), default="sync")
