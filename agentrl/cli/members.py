@@ -218,7 +218,9 @@ class _Actor:
     """An actor that runs one process on its node, once. The process is interrupted if the actor ends, however that ends."""
 
     def __init__(self, name: str, log: Path, here: Path) -> None:
-        self._name, self._log, self._here = name, log, here
+        self._name = name
+        self._log = log
+        self._here = here
 
     def start(self, arguments: Sequence[str], former: tuple[str, int] | None) -> tuple[str, int]:
         """Start the process, and return its address: the former one if that was on this node, as soon as it is free.
@@ -288,7 +290,9 @@ class RayMember(Server):
         """Those of `agentrl`, at the next start."""
         self.address: tuple[str, int] | None = None
         """Host and port. None: it had no place yet."""
-        self._log, self._options, self._echo = log, options, echo
+        self._log = log
+        self._options = options
+        self._echo = echo
         self._actor: Any = None
         self._begins: Any = None
         self._has_served = False
@@ -415,7 +419,9 @@ class RayTrainers(Member):
             run_dir: folder of the run.
         """
         super().__init__("the trainers")
-        self._machines, self._servers, self._arguments = machines, servers, arguments
+        self._machines = machines
+        self._servers = servers
+        self._arguments = arguments
         self._num, self._run_dir = num_processes, run_dir
         self._urls: list[str] = []
         self._statuses: list[int] = []

@@ -28,6 +28,7 @@ WITHOUT_FIELDS = {
     "2026-11-27-pushes.md",
     "2026-11-28-adapters.md",
     "2026-11-28-bfcl.md",
+    "2026-11-29-collectives.md",
     "models.md",
     "reliability.md",
     # From before fields were recorded: the next run of each adds them.
@@ -37,6 +38,7 @@ WITHOUT_FIELDS = {
     "2026-11-23-compare.md",
     "2026-11-24-default_recipe.md",
     "2026-11-24-environments.md",
+    "2026-11-26-gpu.md",
     "2026-11-26-plan_memory.md",
     "2026-11-27-gpu.md",
     "evidence.md",
