@@ -54,6 +54,7 @@ def recipe(mode: str, *, num_kills: int) -> dict[str, Any]:
             "max_context_tokens": 1024,
         },
         "warmup": {"steps": 20, "num_demonstrations": 32, "skill": 0.5},
+        "credit": {"scheme": "tests.support.runs:Noise"},  # so that weights change, though the task is too hard
         "loss": {"anchor": "behavior"} if mode == "sync" else {"unit": "version", "anchor": "behavior"},
         "train": {"steps": 10_000, "checkpoint_every": 3, "num_minibatches": 2, "device": "cpu"},
         "evaluation": {"every": 1000, "num_tasks": 2},

@@ -219,8 +219,7 @@ class _Actor:
 
     def __init__(self, name: str, log: Path, here: Path) -> None:
         self._name = name
-        self._log = log
-        self._here = here
+        self._log, self._here = log, here
 
     def start(self, arguments: Sequence[str], former: tuple[str, int] | None) -> tuple[str, int]:
         """Start the process, and return its address: the former one if that was on this node, as soon as it is free.
@@ -290,9 +289,8 @@ class RayMember(Server):
         """Those of `agentrl`, at the next start."""
         self.address: tuple[str, int] | None = None
         """Host and port. None: it had no place yet."""
-        self._log = log
+        self._log, self._echo = log, echo
         self._options = options
-        self._echo = echo
         self._actor: Any = None
         self._begins: Any = None
         self._has_served = False
@@ -419,10 +417,9 @@ class RayTrainers(Member):
             run_dir: folder of the run.
         """
         super().__init__("the trainers")
-        self._machines = machines
-        self._servers = servers
-        self._arguments = arguments
-        self._num, self._run_dir = num_processes, run_dir
+        self._machines, self._servers = machines, servers
+        self._arguments, self._num = arguments, num_processes
+        self._run_dir = run_dir
         self._urls: list[str] = []
         self._statuses: list[int] = []
 
