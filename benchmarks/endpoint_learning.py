@@ -1,15 +1,27 @@
-"""The same tokens give the same update, whether an environment or a program has played.
+"""The same tokens give the same update, and the same learning, whether an environment or a program has played.
 
-    python -m benchmarks.endpoint_learning
+    python -m benchmarks.endpoint_learning update
+    python -m benchmarks.endpoint_learning curves --out FILE [--seeds 0 1 2 3 4] [--clients openai langgraph]
 
-A dialogue is played as an environment, and by openai's client; an engine says the same words to both. Both groups update the
-same small model. `same_rows` compares contexts, actions and selected tokens, `same_loss` all metrics of the update, its loss
-among them, and `same_weights` all weights afterwards, to the bit.
+`update`: a dialogue is played as an environment, and by openai's client; an engine says the same words to both. Both groups
+update the same small model. `same_rows` compares contexts, actions and selected tokens, `same_loss` all metrics of the update,
+its loss among them, and `same_weights` all weights afterwards, to the bit.
+
+`curves`: for each seed a small model is warmed up as `examples/calculator.yaml` does; from there it is trained in the
+environment `calculator`, and by programs that play the same tasks by openai's client or as a graph of LangGraph (the packages
+of `tests/support/agents/requirements.txt`), which know no more of agentrl than the calculator that they ask. `area` is the mean
+reward of held-out tasks over the evaluations after training began; `of_environment` is a client's mean area over that of the
+environment, by seed as well. Results are appended to FILE, and what is in it is not run again.
 """
 
 import argparse
 import json
+import statistics
+import subprocess
+import sys
+import tempfile
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +31,14 @@ from openai import AsyncOpenAI
 from agentrl import Credit, TrajectoryGroup
 from agentrl.agent.session import AgentSession
 from agentrl.learn.tokens import TokenBatch
+from agentrl.report.folder import RunFolder
 from agentrl.rollout import EnvPlayer, Player
 from agentrl.rollout.tasks import EnvTask
 from agentrl.types import Message
+from agentrl_envs.calculator import Calculator
 from benchmarks.endpoint_overhead import REPLY, Dialogue
 from benchmarks.endpoint_pools import MessageEngine, agent_player, open_pool, text
+from benchmarks.result_lines import ROOT, append_line, read_lines
 from tests.support.learners import make_learner, weights
 
 TURNS, GROUP_SIZE = 3, 4
@@ -82,10 +97,144 @@ def figures() -> dict[str, Any]:
     }
 
 
+RECIPE = str(ROOT / "examples" / "calculator.yaml")
+NUM_TASKS = 128
+OPTIONS = (
+    *("--chat.renderer", "chatml", "--warmup.steps", "0", "--rollout.num_groups", "4", "--train.steps", "40"),
+    *("--train.learning_rate", "1e-3", "--train.schedule", "constant", "--train.num_minibatches", "2"),
+    *("--evaluation.every", "10", "--evaluation.num_tasks", str(NUM_TASKS)),
+)
+"""Of a run after the warm-up: shorter than the recipe's own, and steeper."""
+AGENT = {
+    "tasks": {"tasks": [{"number": n} for n in range(2 * NUM_TASKS)], "eval_share": 0.5},
+    "provides": ["turn_rewards"],
+}
+PLAYERS: dict[str, list[str]] = {
+    "environment": ["--env.options.prompt", "short"],
+    "openai": ["--agent", json.dumps(AGENT | {"run": "benchmarks.endpoint_learning:by_openai"})],
+    "langgraph": ["--agent", json.dumps(AGENT | {"run": "benchmarks.endpoint_learning:by_langgraph"})],
+}
+
+
+class Exercise:
+    """The calculator of one episode, which pays a program's session."""
+
+    def __init__(self, session: AgentSession) -> None:
+        self._env, self._session = Calculator(), session
+        (self.question,), _ = self._env.reset(seed=session.seed)
+        self.tools: list[Any] = self._env.tools
+        self.result = {"reward": 0.0, "success": False}
+
+    def step(self, answer: Message) -> list[Message]:
+        """Take an answer of the policy; return the results of its calls: none ends the episode."""
+        found, reward, _, _, info = self._env.step(answer)
+        self._session.reward(reward)
+        self.result["success"] = bool(info.get("success"))
+        return list(found)
+
+
+async def by_openai(_task: dict[str, Any], session: AgentSession) -> dict[str, Any]:
+    """Play by a loop around openai's client."""
+    exercise = Exercise(session)
+    messages: list[Any] = [exercise.question]
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        for _ in range(4):
+            answer = await client.chat.completions.create(model="policy", messages=messages, tools=exercise.tools)
+            message = answer.choices[0].message.to_dict()
+            if not (found := exercise.step(message)):
+                break
+            messages += [message, *found]
+    return exercise.result
+
+
+async def by_langgraph(_task: dict[str, Any], session: AgentSession) -> dict[str, Any]:
+    """Play by a graph of two nodes."""
+    from langchain_core.messages import convert_to_messages, convert_to_openai_messages
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import END, START, MessagesState, StateGraph
+
+    exercise = Exercise(session)
+    model = ChatOpenAI(model="policy", base_url=session.base_url, api_key=session.api_key).bind_tools(exercise.tools)
+    num_turns = 0
+
+    async def ask(state: Any) -> Any:
+        nonlocal num_turns
+        num_turns += 1
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    def compute(state: Any) -> Any:
+        return {"messages": convert_to_messages(exercise.step(convert_to_openai_messages(state["messages"][-1])))}
+
+    def onward(state: Any) -> str:
+        return "ask" if num_turns < 4 and state["messages"][-1].type == "tool" else END
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("ask", ask)
+    graph.add_node("compute", compute)
+    graph.add_edge(START, "ask")
+    graph.add_edge("ask", "compute")
+    graph.add_conditional_edges("compute", onward)
+    await graph.compile().ainvoke({"messages": [exercise.question]})
+    return exercise.result
+
+
+def agentrl(*words: str) -> None:
+    """Run a command."""
+    subprocess.run([sys.executable, "-m", "agentrl", *words], check=True, cwd=ROOT)
+
+
+def warmed(seed: int, folder: Path) -> Path:
+    """Return a model that has seen the recipe's demonstrations; make it if it is not there."""
+    model = folder / f"model-{seed}"
+    if not model.exists():
+        run = str(folder / f"warm-{seed}")
+        once = ["--train.steps", "1", "--rollout.num_groups", "1", "--evaluation.every", "0", "--seed", str(seed)]
+        agentrl("train", RECIPE, *once, "--quiet", "--run_dir", run)
+        agentrl("export", run, str(model), "--step", "0")
+    return model
+
+
+def train(player: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Return the curve of one run."""
+    model, run = warmed(seed, folder), folder / f"{player}-{seed}"
+    options = [*OPTIONS, *PLAYERS[player], "--model.name_or_path", str(model), "--seed", str(seed)]
+    agentrl("train", RECIPE, *options, "--quiet", "--run_dir", str(run))
+    rows = RunFolder.open(run).metrics()
+    curves = {name: [row[f"eval/{name}"] for row in rows if f"eval/{name}" in row] for name in ("reward", "success")}
+    return {"player": player, "seed": seed, "area": statistics.fmean(curves["reward"][1:]), **curves}
+
+
+def curves(out: Path, seeds: list[int], clients: list[str]) -> None:
+    """Make the runs that are missing, and print how clients compare."""
+    players = ["environment", *clients]
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in seeds:
+            for player in players:
+                known = {(line["player"], line["seed"]) for line in read_lines(out)}
+                if (player, seed) not in known:
+                    append_line(out, train(player, seed, Path(folder)))
+    areas = {(line["player"], line["seed"]): line["area"] for line in read_lines(out)}
+    for client in clients:
+        pairs = [(areas[client, seed], areas["environment", seed]) for seed in seeds]
+        ours, theirs = (statistics.fmean(each) for each in zip(*pairs, strict=True))
+        by_seed = [round(one / other, 3) for one, other in pairs]
+        print(json.dumps({"client": client, "area": ours, "of_environment": ours / theirs, "by_seed": by_seed}))
+
+
 def main() -> None:
     """Print the figures."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    print(json.dumps(figures()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("update")
+    learning = commands.add_parser("curves")
+    learning.add_argument("--out", type=Path, required=True, help="results, one JSON line each; appended to")
+    learning.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    learning.add_argument("--clients", nargs="+", choices=list(PLAYERS)[1:], default=list(PLAYERS)[1:])
+    options = parser.parse_args()
+    if options.command == "update":
+        print(json.dumps(figures()))
+    else:
+        curves(options.out, options.seeds, options.clients)
 
 
 if __name__ == "__main__":
