@@ -115,9 +115,9 @@ def test_unknown_names_read_well(file: Path) -> None:
         "--group_size: no such option. Did you mean '--rollout.group_size'?\n"
         "--sed: no such option. Did you mean '--seed'?"
     )
-    assert message(file, "env: {zzz: 4}") == "env.zzz: no such field. Known: id, options, schedule, wrappers."
+    assert message(file, "env: {zzz: 4}") == "env.zzz: no such field. Known: id, options, schedule, servers, wrappers."
     assert message(file, "{}", "--env.qqqqqqqq", "4") == (
-        "--env.qqqqqqqq: no such option. Known: --env.id, --env.options, --env.schedule, --env.wrappers."
+        "--env.qqqqqqqq: no such option. Known: --env.id, --env.options, --env.schedule, --env.servers, --env.wrappers."
     )
     # Names of other libraries, in their sections.
     assert message(file, "{}", "--actor_rollout_ref.model.path", "x") == (
