@@ -16,6 +16,7 @@ from enum import StrEnum
 from functools import cache
 from itertools import groupby
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -168,6 +169,17 @@ def between(least: float, most: float) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def check_address(field: str, url: str, *schemes: str) -> None:
+    """Raise ValueError, with the name of a field, for a URL that lacks a scheme of these, a host or a port."""
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in schemes and bool(parts.hostname) and parts.port is not None
+    except ValueError:
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"{field}: expected {schemes[0]}://HOST:PORT, got {url!r}")
 
 
 Positive = Annotated[float, Field(gt=0), between(1e-12, 1e12)]

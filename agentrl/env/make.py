@@ -10,11 +10,10 @@ from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
 from typing import Annotated, Any, Self, get_origin, get_type_hints
-from urllib.parse import urlsplit
 
 import gymnasium as gym
 from gymnasium.envs.registration import load_env_creator
-from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 from agentrl.data.plain import PlainDataError, abbreviated, line_of, plain_data
@@ -23,7 +22,7 @@ from agentrl.env.tool_env import tool_schemas
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.recipe.plugin import MayChange
 from agentrl.recipe.registry import import_named, names, resolve, suggest
-from agentrl.types import Amount, Message, Need, NumTasks, Prompt, Split, TaskHashes
+from agentrl.types import Amount, Message, Need, NumTasks, Prompt, Split, TaskHashes, check_address
 
 Env = gym.Env[tuple[Message, ...], str | Message]
 
@@ -265,18 +264,11 @@ class EnvConfig(BaseModel):
         """Return the fields that a server of this environment has too."""
         return self.model_dump(mode="json", exclude={"servers"})
 
-    @field_validator("servers")
-    @classmethod
-    def _addressed(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        for url in given:
-            try:
-                parts = urlsplit(url)
-                is_whole = parts.scheme in ("ws", "wss") and bool(parts.hostname) and parts.port is not None
-            except ValueError:
-                is_whole = False
-            if not is_whole:
-                raise ValueError(f"servers: expected ws://HOST:PORT, got {url!r}")
-        return given
+    @model_validator(mode="after")
+    def _addressed(self) -> Self:
+        for url in self.servers:
+            check_address("servers", url, "ws", "wss")
+        return self
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

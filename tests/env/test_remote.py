@@ -22,6 +22,7 @@ from agentrl.cli import main
 from agentrl.env import base_env, describe, tool_call
 from agentrl.env.make import EnvConfig
 from agentrl.errors import ConfigError, EnvironmentFailure
+from agentrl.recipe.config import load_recipe
 from agentrl.rollout import EnvPlayer, EpisodeContext, RolloutConfig, RolloutPool, Tasks, env_server
 from agentrl.rollout.demonstrations import demonstrations
 from agentrl.testing import ScriptedEngine
@@ -263,8 +264,8 @@ def test_a_server_of_another_environment_is_refused_with_the_field(odd: EnvConfi
 
 @each("given", ["http://a:1", "ws://a", "a:1", "ws://:1"])
 def test_an_address_that_is_none_is_refused(given: str) -> None:
-    with pytest.raises(ValueError, match="expected ws://HOST:PORT"):
-        EnvConfig(servers=(given,))
+    with pytest.raises(ConfigError, match=r"^env\.servers: expected ws://HOST:PORT, got "):
+        load_recipe({"env": {"servers": [given]}})
 
 
 def test_only_who_has_the_token_is_let_in(odd: EnvConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,13 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from agentrl.engine.base import Adapters, is_half, merging_refused
 from agentrl.errors import ConfigError, EngineError
-from agentrl.types import AmountOrZero, Count, FinishReason, Sampling, Seconds
+from agentrl.types import AmountOrZero, Count, FinishReason, Sampling, Seconds, check_address
 
 HOW_TO_INSTALL = "pip install 'agentrl[vllm]' with a GPU; without one see docs/engines.md"
 EXTENSION = "agentrl.engine.vllm.worker.WorkerExtension"
@@ -57,13 +56,7 @@ class ServerConfig(BaseModel):
         if not self.urls:
             raise ValueError("url: expected at least one")
         for url in self.urls:
-            try:
-                parts = urlsplit(url)
-                is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
-            except ValueError:
-                is_whole = False
-            if not is_whole:
-                raise ValueError(f"url: expected http://HOST:PORT, got {url!r}")
+            check_address("url", url, "http", "https")
         return self
 
     @property
