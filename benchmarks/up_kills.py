@@ -30,6 +30,7 @@ import yaml
 
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
+from benchmarks.server_kills import RECIPE
 from tests.support.killing import OnDisk, check_nothing_lost, look
 
 KINDS = ("rank", "server", "engine core")
@@ -39,26 +40,11 @@ DEADLINE_S = 600.0
 
 def recipe(mode: str, *, num_kills: int) -> dict[str, Any]:
     """Return a run that does not end by itself."""
-    return {
-        "env": {"id": "key_door"},
-        "model": {"local": {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}},
+    return RECIPE | {
         "engine": {"name": "vllm_server", "server": {"max_retries": 1, "timeout_s": 120}},
-        "rollout": {
-            "mode": mode,
-            "num_groups": 4,
-            "group_size": 3,
-            "max_live_episodes": 16,
-            "max_turns": 8,
-            "max_turn_tokens": 64,
-            "max_episode_tokens": 512,
-            "max_context_tokens": 1024,
-        },
-        "warmup": {"steps": 20, "num_demonstrations": 32, "skill": 0.5},
+        "rollout": RECIPE["rollout"] | {"mode": mode},
         "credit": {"scheme": "tests.support.runs:Noise"},  # so that weights change, though the task is too hard
-        "loss": {"anchor": "behavior"} if mode == "sync" else {"unit": "version", "anchor": "behavior"},
-        "train": {"steps": 10_000, "checkpoint_every": 3, "num_minibatches": 2, "device": "cpu"},
-        "evaluation": {"every": 1000, "num_tasks": 2},
-        "report": {"rollouts_every": 1, "keep_rollouts": 10_000},
+        "loss": {"anchor": "behavior"} if mode == "sync" else RECIPE["loss"],
         "deployment": {"trainers": 2, "servers": 2, "max_restarts": num_kills},
     }
 
