@@ -126,7 +126,8 @@ def thread_stack(thread: threading.Thread) -> StackSummary | None:
 
 def _remote(error: BaseException) -> RemoteError | None:
     """Return the description of an error that was raised in another process. None: it was raised here."""
-    return next((found for found in (error, error.__cause__) if isinstance(found, RemoteError)), None)
+    cause = vars(BaseException)["__cause__"].__get__(error)  # a stranger's class may have a `__cause__` that raises
+    return next((found for found in (error, cause) if isinstance(found, RemoteError)), None)
 
 
 def _traceback(error: BaseException, own: StackSummary) -> str:
