@@ -82,12 +82,16 @@ def test_a_weight_that_is_alone_in_its_bucket_is_copied_only_to_be_rounded() -> 
     assert torch.equal(found, tensor.bfloat16())
 
 
-def test_no_bucket_of_several_weights_is_larger_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_gpu", "bound"), [(False, 1000), (True, 1500)])
+def test_no_bucket_of_several_weights_is_larger_than_the_bound(
+    is_gpu: bool, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 1000)
+    monkeypatch.setattr(vllm_weights, "_GPU_BUCKET_BYTES", 1500)
     state = {f"{n}": torch.full((1 + n % 20,), float(n)) for n in range(100)}  # each begins at a multiple of 64 bytes
-    served = ServedModel(shapes=state, vocab_size=1, dtype=torch.float32)
+    served = ServedModel(shapes=state, vocab_size=1, dtype=torch.float32, is_gpu=is_gpu)
     packed = [pack(weights, CPU) for weights in in_buckets(state.items(), served)]
-    assert max(len(one.payload) for one in packed) <= 1000
+    assert 0.8 * bound < max(len(one.payload) for one in packed) <= bound
     found = {name: tensor for one in packed for name, tensor in unpack(one)}
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 

@@ -195,8 +195,9 @@ class Channel:
         group.broadcast([tensor], options).wait()
 
 
-_BUCKET_BYTES = 2**24
-"""Largest size of a bucket, of which there is a copy in memory; a larger weight is sent alone."""
+_BUCKET_BYTES, _GPU_BUCKET_BYTES = 2**24, 2**28
+"""Largest size of a bucket, of which there is a copy in memory; a larger weight is sent alone. Each bucket costs a few calls,
+which GPUs wait for."""
 _COMPARED = 2**22
 """Numbers of a weight that are rounded at once to see whether rounding changes them."""
 
@@ -307,7 +308,7 @@ def in_buckets(
         if missing:
             raise EngineError(f"load_weights needs every weight of the model; {min(missing)!r} is missing")
 
-    return _in_buckets(checked())
+    return _in_buckets(checked(), model)
 
 
 def changes_in_buckets(changes: Changes, model: ServedModel) -> Iterator[list[Weight]]:
@@ -323,7 +324,7 @@ def changes_in_buckets(changes: Changes, model: ServedModel) -> Iterator[list[We
             yield Weight((name + LEFT,), left, left.dtype)
             yield Weight((name + RIGHT,), right, right.dtype)
 
-    return _in_buckets(checked())
+    return _in_buckets(checked(), model)
 
 
 def sync_buckets(
@@ -337,11 +338,12 @@ def sync_buckets(
     return chain([next(buckets)], buckets)
 
 
-def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
+def _in_buckets(weights: Iterable[Weight], model: ServedModel) -> Iterator[list[Weight]]:
+    most = _GPU_BUCKET_BYTES if model.is_gpu else _BUCKET_BYTES
     bucket: list[Weight] = []
     size = 0
     for weight in weights:
-        if bucket and size + weight.num_bytes > _BUCKET_BYTES:
+        if bucket and size + weight.num_bytes > most:
             yield bucket
             bucket, size = [], 0
         bucket.append(weight)
