@@ -1,13 +1,12 @@
 """Two training processes and two of vLLM's servers, and `kill -9` of either side at random moments: is anything lost?
 
-    python -m benchmarks.server_kills [--kills 20] [--seed 0] [--folder FOLDER] [--each-plays]
+    python -m benchmarks.server_kills [--kills 20] [--seed 0] [--folder FOLDER]
 
 A run in mode `partial` is trained by `agentrl launch --processes 2`, its weights go to two servers that `agentrl serve` has
 started. The kills hit all training processes and one server in turn, two at a random moment and two while weights are on
 their way. Trainers are started again, and the run is resumed; when a server is killed, the run has to go on by itself, and with
-both once that is started again. With `--each-plays` each process has a server of its own (`engine.server.processes: 2`), and
-the run is resumed then too. In the end what the disk held at each kill, of either side, is compared with what the run made of
-it: an episode that was sampled again, trained on twice or passed over, or a step whose metrics came out otherwise, ends the
+both once that is started again. In the end what the disk held at each kill, of either side, is compared with what the run made
+of it: an episode that was sampled again, trained on twice or passed over, or a step whose metrics came out otherwise, ends the
 benchmark with an error.
 """
 
@@ -141,14 +140,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--each-plays", action="store_true", help="each process has a server of its own")
     options = parser.parse_args()
     here = options.folder or Path(tempfile.mkdtemp(prefix="agentrl-kills-"))
     here.mkdir(parents=True, exist_ok=True)
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     file, run, rng = here / "recipe.yaml", here / "run", random.Random(options.seed)
-    server = {"url": urls, "max_retries": 2, "processes": 2 if options.each_plays else None}
-    engine = {"name": "vllm_server", "server": server}
+    engine = {"name": "vllm_server", "server": {"url": urls, "max_retries": 2}}
     file.write_text(yaml.safe_dump({**RECIPE, "engine": engine}), encoding="utf-8")
     logs = [here / f"server-{number}.log" for number in range(2)]
     servers = [serve(file, url, log) for url, log in zip(urls, logs, strict=True)]
@@ -166,15 +163,12 @@ def main() -> None:
             if side == "server":
                 place = rng.randrange(2)
                 servers[place].kill()
-                if options.each_plays:
-                    trainers.process.wait(timeout=300)  # a process has one server, so it ends and says why
-                else:
-                    with trainers.stopped():
-                        snapshots += on_disk(run)
-                    wait_for_steps(run, trainers, 2)
+                with trainers.stopped():
+                    snapshots += on_disk(run)
+                wait_for_steps(run, trainers, 2)
                 servers[place] = serve(file, urls[place], logs[place])
             sides[side] += 1
-            if side == "server" and not options.each_plays:
+            if side == "server":
                 wait_for_steps(run, trainers, 2)
                 seconds = time.monotonic() - begin
                 print(

@@ -165,7 +165,7 @@ def test_servers_and_trainers_survive_kills_of_each_kind(tmp_path: Path) -> None
     recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
     model = {"local": {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}}
     deployment = {"trainers": 2, "servers": 2, "max_restarts": 3}
-    engine = {"name": "vllm_server", "server": {"max_retries": 1, "timeout_s": 60, "processes": 1}}
+    engine = {"name": "vllm_server", "server": {"max_retries": 1, "timeout_s": 60}}
     recipe.write_text(yaml.safe_dump(RECIPE | {"model": model, "deployment": deployment, "engine": engine}))
     process = Command("up", recipe, "--run_dir", run, "--train.steps", 100_000)
     logs = [tmp_path / "run-servers" / f"{index}.log" for index in range(2)]

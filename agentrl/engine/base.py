@@ -1,13 +1,13 @@
 """Interfaces of engines: `EngineConfig` builds an `Engine`; episodes see only its `Sampler` part."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 from agentrl.errors import ConfigError, EngineError
 from agentrl.recipe.plugin import Plugin, Seam
@@ -79,12 +79,8 @@ class EngineConfig(Plugin):
         """True if the engine repeats its samples after a kill, for the same requests."""
         return False
 
-    def num_sampling(self, num_processes: int) -> int:
-        """Return the number of ranks that have an engine, which are the first ones.
-
-        Raises:
-            ConfigError: if there are engines for more ranks.
-        """
+    def num_sampling(self, num_processes: int, *, num_groups: int) -> int:  # noqa: ARG002 - engines that ranks share need it
+        """Return the number of ranks that sample the groups of a step, which are the first ones."""
         return num_processes
 
     def for_process(self, index: int) -> Self:  # noqa: ARG002 - most engines ignore it
@@ -156,6 +152,30 @@ class ReplicatedEngine(Engine, Protocol):
         self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str
     ) -> list[Completion]:
         """Return one completion from each copy; otherwise like `generate`."""
+
+
+class CopyState(NamedTuple):
+    """State of a copy of the weights after a weight sync."""
+
+    lost: str | None = None
+    """Reason why nothing can be sampled from it. None: it has the weights."""
+    has_adapter: bool = False
+    """It samples with an adapter beside its weights."""
+
+
+@runtime_checkable
+class SharedEngine(Engine, Protocol):
+    """An engine whose copies of the weights several ranks sample from. One rank syncs them; on the others it follows."""
+
+    @property
+    def syncs(self) -> bool:
+        """True on the rank that replaces the weights; on the others `load_weights` and `load_adapters` send nothing."""
+
+    def copies(self) -> dict[str, CopyState]:
+        """Return the state of each copy, by name."""
+
+    def follow(self, copies: Mapping[str, CopyState], version: int) -> None:
+        """Take over the states after a weight sync: leave out lost copies, and sample from the others as `version`."""
 
 
 @runtime_checkable

@@ -425,7 +425,7 @@ def plan_memory(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None =
 def _live(recipe: Recipe, num_training: int, *, num_engines: int) -> int:
     """Return the number of sequences that an engine samples at once at most; `num_engines` share the episodes of all ranks."""
     rollout, engine = recipe.rollout, recipe.engine
-    num_sampling = engine.num_sampling(num_training)
+    num_sampling = engine.num_sampling(num_training, num_groups=rollout.num_groups)
     started = (1 + rollout.staleness_bound) * rollout.num_groups * rollout.group_size
     live = min(started, num_sampling * rollout.live_episodes(rollout.num_groups // num_sampling))
     return min(-(-live // num_engines), getattr(engine, "max_batch_size", None) or live)
@@ -572,7 +572,7 @@ def _option(recipe: Recipe, name: str, default: float) -> float:
 
 def _rows(recipe: Recipe, engine: BatchedConfig, num_processes: int) -> int:
     """Return the number of requests that an engine in a rank that trains decodes together."""
-    groups = recipe.rollout.num_groups // engine.num_sampling(num_processes)
+    groups = recipe.rollout.num_groups // engine.num_sampling(num_processes, num_groups=recipe.rollout.num_groups)
     return engine.max_batch_size or recipe.rollout.live_episodes(groups)
 
 

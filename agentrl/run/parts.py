@@ -364,7 +364,7 @@ def task_shard(config: EngineConfig, *, num_groups: int, rank: int = 0, num_rank
     Raises:
         ConfigError: if the groups cannot be divided evenly.
     """
-    num_sampling = config.num_sampling(num_ranks)
+    num_sampling = config.num_sampling(num_ranks, num_groups=num_groups)
     if num_groups % num_sampling:
         raise ConfigError(
             f"rollout.num_groups: {num_groups} cannot be dealt out to {num_sampling} processes; set it to a multiple of "

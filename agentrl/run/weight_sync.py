@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.distributed.processes import all_gather, num_processes
-from agentrl.engine.base import AdapterEngine, KeptBase, ReplicatedEngine
+from agentrl.distributed.processes import all_gather, from_rank_zero, num_processes
+from agentrl.engine.base import AdapterEngine, KeptBase, ReplicatedEngine, SharedEngine
 from agentrl.errors import EngineError
 from agentrl.learn.config import TrainConfig
 from agentrl.learn.learner import Learner
@@ -154,6 +154,7 @@ class WeightSync:
             await engine.load_adapters(changes, base, version)
 
         self._runner.run(load())
+        self._follow(version)
         return True
 
     def check_samples(self) -> None:
@@ -183,11 +184,11 @@ class WeightSync:
             )
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the weights to sync: whole on rank 0 alone, if it alone has an engine and they are sharded."""
+        """Return the weights to sync: whole on rank 0 alone, if it alone replaces them and they are sharded."""
         state = self._learner.state
         if not state.is_sharded:
             return state.weights()
-        own = [getattr(self._pool.context.engine, "dtype", None)] if self._pool.shard.num_groups else []
+        own = [getattr(self._pool.context.engine, "dtype", None)] if self._has_weights else []
         dtypes = all_gather(own)
         return state.weights_for(0, dtypes[0]) if len(dtypes) == 1 else state.weights()
 
@@ -199,6 +200,20 @@ class WeightSync:
             await self._pool.context.engine.load_weights(weights, version)
 
         self._runner.run(load())
+        self._follow(version)
+
+    def _follow(self, version: int) -> None:
+        """Wait for the rank that replaced the weights of a shared engine, and take over which copies have them."""
+        engine = self._pool.context.engine
+        copies = from_rank_zero(lambda: engine.copies() if isinstance(engine, SharedEngine) else {})
+        if isinstance(engine, SharedEngine) and not engine.syncs:
+            engine.follow(copies, version)
+
+    @property
+    def _has_weights(self) -> bool:
+        """True if weights are replaced by this rank: it has an engine, of its own or one that it shares and syncs."""
+        engine = self._pool.context.engine
+        return bool(self._pool.shard.num_groups) and (not isinstance(engine, SharedEngine) or engine.syncs)
 
     def samples(self, prompt: Sequence[int] | None = None) -> list[Sample]:
         """Sample some text from each rank's engine, after a prompt or (None) after a user's question, as in a run."""
@@ -219,8 +234,8 @@ class WeightSync:
         return found
 
     async def _sample(self, prompt: list[int], sampling: Sampling) -> list[Completion]:
-        """Sample after a prompt, if this rank has an engine."""
-        if not self._pool.shard.num_groups:
+        """Sample after a prompt, if this rank replaces weights."""
+        if not self._has_weights:
             return []
         engine, rollout = self._pool.context.engine, self._pool.context.config
         try:

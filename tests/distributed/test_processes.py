@@ -5,7 +5,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from agentrl.distributed.processes import (
     set_deadline,
     to_rank_zero,
 )
-from agentrl.engine.base import IdleEngine
+from agentrl.engine.base import CopyState, IdleEngine
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import policy_state
 from agentrl.learn.config import CovarianceConfig, LossConfig, NLLConfig, TrainConfig
@@ -355,6 +355,9 @@ def test_shards_are_gathered_in_buckets_with_the_same_result(tmp_path: Path) -> 
         assert found[name].equal(tensor), name
 
 
+COPIES = {"http://a": CopyState(lost="gone"), "http://b": CopyState(has_adapter=True)}
+
+
 class OneServer(IdleEngine):
     """An engine of rank 0 that keeps what it is given."""
 
@@ -366,20 +369,45 @@ class OneServer(IdleEngine):
         self.version = version
 
 
-def synced() -> tuple[dict[str, Tensor], dict[str, Tensor] | None, int]:
-    """Sync sharded weights to the engine of rank 0; return them, what it got, and the gathers to one rank."""
+class SharedServers(IdleEngine):
+    """On rank 1 it follows the servers of rank 0."""
+
+    syncs = False
+    copies_of_first: Mapping[str, CopyState] | None = None
+
+    def copies(self) -> dict[str, CopyState]:
+        raise AssertionError("asked of a rank that follows")
+
+    def follow(self, copies: Mapping[str, CopyState], version: int) -> None:
+        self.copies_of_first, self.version = copies, version
+
+
+class LeadingServers(OneServer):
+    syncs = True
+
+    def copies(self) -> dict[str, CopyState]:
+        return COPIES
+
+    def follow(self, copies: Mapping[str, CopyState], version: int) -> None:
+        raise AssertionError("it knows")
+
+
+def synced(*, is_shared: bool = False) -> tuple[dict[str, Tensor], Any, int]:
+    """Sync sharded weights to the engine of rank 0; return them, what this rank's got, and the gathers to one rank."""
     learner = make_learner(sharding="full")
-    engine = OneServer() if is_main() else IdleEngine()
+    first, other = (LeadingServers, SharedServers) if is_shared else (OneServer, IdleEngine)
+    engine: Any = first() if is_main() else other()
 
     async def freeze() -> None:
         """Nothing is sampled."""
 
     context = SimpleNamespace(engine=engine)
-    pool: Any = SimpleNamespace(context=context, shard=TaskShard(int(is_main())), freeze=freeze)
+    pool: Any = SimpleNamespace(context=context, shard=TaskShard(int(is_main() or is_shared)), freeze=freeze)
     with asyncio.Runner() as runner, patch.object(dist, "gather", wraps=dist.gather) as gather:
         WeightSync(pool, learner, runner=runner, seed=0, config=TrainConfig()).push(3)
     assert engine.version == 3
-    return dict(learner.state.weights()), getattr(engine, "loaded", None), gather.call_count
+    got = getattr(engine, "loaded", None) or getattr(engine, "copies_of_first", None)
+    return dict(learner.state.weights()), got, gather.call_count
 
 
 def test_a_sync_gathers_weights_on_the_only_rank_that_has_an_engine_in_its_dtype(tmp_path: Path) -> None:
@@ -387,6 +415,12 @@ def test_a_sync_gathers_weights_on_the_only_rank_that_has_an_engine_in_its_dtype
     assert (none, first, second) == (None, 1, 1)
     assert loaded is not None
     assert all(loaded[name].equal(tensor.bfloat16() if tensor.ndim > 1 else tensor) for name, tensor in whole.items())
+
+
+def test_ranks_that_share_servers_agree_after_a_sync_which_have_the_weights(tmp_path: Path) -> None:
+    (whole, loaded, first), (_, copies, second) = together(2, tmp_path, partial(synced, is_shared=True))
+    assert (copies, first, second) == (COPIES, 1, 1)
+    assert set(loaded) == set(whole)
 
 
 def listening(cases: list[tuple[str, str | None]]) -> list[set[str]]:

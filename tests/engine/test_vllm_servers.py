@@ -17,11 +17,13 @@ from agentrl.engine.vllm import http as vllm_outstanding
 from agentrl.engine.vllm import server as vllm_server
 from agentrl.engine.vllm import weights as vllm_weights
 from agentrl.engine.vllm.common import ServerConfig, is_installed
+from agentrl.engine.vllm.http import ServerLostError
 from agentrl.engine.vllm.launch import Server, start_server
 from agentrl.engine.vllm.server import VLLMServer
 from agentrl.engine.vllm.servers import VLLMServers
 from agentrl.errors import EngineError
 from agentrl.testing import check_engine
+from agentrl.types import Completion, FinishReason
 from tests.engine.test_vllm_server import (
     BOUND,
     GENERATE,
@@ -79,10 +81,12 @@ def servers(folder: Path) -> Iterator[list[Server]]:
 
 @asynccontextmanager
 async def client(
-    servers: list[Server], folder: Path, **config: Any
+    servers: list[Server], folder: Path, *, is_shared: bool = False, syncs: bool = True, **config: Any
 ) -> AsyncIterator[tuple[VLLMServers, list[VLLMServer]]]:
-    each = [VLLMServer(ServerConfig(url=server.url, **config), folder=folder) for server in servers]
-    engine = VLLMServers(each)
+    each = [
+        VLLMServer(ServerConfig(url=server.url, **config), folder=folder, is_shared=is_shared) for server in servers
+    ]
+    engine = VLLMServers(each, syncs=syncs)
     try:
         yield engine, each
     finally:
@@ -131,6 +135,62 @@ def test_conversations_are_spread_and_stay_where_their_prefix_is(servers: list[S
             assert len(proven) == NUM
             assert {version for completion in proven for version in completion.versions} == {3}
             assert all(server.busy_s > was for server, was in zip(each, before, strict=True))
+
+    run(main())
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_a_rank_that_shares_servers_is_stopped_by_a_weight_sync_alone_and_leaves_out_the_same_ones(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    plain = {seed: make_model(seed) for seed in (0, 1)}
+
+    async def main() -> None:
+        shared: dict[str, Any] = {"is_shared": True, "timeout_s": 100, "max_retries": 1}
+        async with (
+            client(servers, tmp_path, **shared) as (first, leading),
+            client(servers, tmp_path, syncs=False, **shared) as (other, each),
+        ):
+
+            async def begun(engine: VLLMServers, tokens: int) -> list[asyncio.Task[Completion]]:
+                """Requests that are sampled at both servers."""
+                tasks = [
+                    asyncio.create_task(engine.generate(prompt(number), sampling(tokens), f"{id(engine)}.{number}"))
+                    for number in range(NUM)
+                ]
+                while not all(server._out for server in engine._servers):
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.5)
+                return tasks
+
+            async def synced(seed: int, version: int) -> None:
+                await first.load_weights(weights(seed), version)
+                await other.load_weights(weights(seed), version)
+                other.follow(first.copies(), version)
+
+            await synced(0, 0)
+            mine, others = await begun(first, LONG), await begun(other, 600)
+            await first.pause()
+            assert {(await task).finish_reason for task in mine} == {FinishReason.ABORTED}
+            assert {(await task).finish_reason for task in others} == {FinishReason.LENGTH}
+            others = await begun(other, LONG)
+            await first.load_weights(weights(1), 1)
+            for task in others:
+                done = await task
+                assert done.finish_reason is FinishReason.ABORTED
+                assert set(done.versions) == {0}
+            other.follow(first.copies(), 1)
+            for server in (*leading, *each):
+                await server.resume()
+                await check_logprobs(server, plain[1], 1)
+            first._exclude(leading[0], ServerLostError("it is slow today"))
+            other.follow(first.copies(), 1)
+            assert list(other._lost) == [each[0]]
+            await synced(0, 2)
+            assert not other._lost
+            for server in each:
+                await check_logprobs(server, plain[0], 2)
 
     run(main())
 

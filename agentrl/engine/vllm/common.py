@@ -33,12 +33,8 @@ class ServerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str | tuple[str, ...] = "http://127.0.0.1:8000"
-    """Address of the server. Several servers are divided evenly among the ranks: with 2 ranks and 4 servers each rank has 2;
-    with 2 or 3 servers the first rank has all. A rank spreads its conversations over its servers, and leaves out one that dies
-    as long as another is up; a rank without servers only trains."""
-    processes: Count | None = None
-    """Largest number of ranks with servers. 1: the first has all. As many as servers: each has one of its own, which is faster
-    with slow environments, but the run ends with any of them. None: as many as can have two."""
+    """Address of the server, or of several. Each rank spreads its conversations over all of them, and leaves out one that dies
+    as long as another is up. Rank 0 sends them the weights."""
     folder: Path | None = None
     """Folder that trainer and server both see by this path, for weights that cannot go to the server directly. None: a
     temporary folder of this machine."""

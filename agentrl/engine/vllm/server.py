@@ -56,10 +56,8 @@ _SERVER_INFO = "/server_info?config_format=json"
 _SIGN_OF_LIFE = "/weight_info"
 """Health check that the sampling process answers between two tokens."""
 _CPU = torch.device("cpu")
-_ABORT_S = 10.0
-"""Deadline of an abort request."""
-_BACK_S = 10.0
-"""Deadline for a lost server to answer again."""
+_ABORT_S = _BACK_S = 10.0
+"""Deadline of an abort request, and for a lost server to answer again."""
 
 
 class VLLMServer:
@@ -78,6 +76,7 @@ class VLLMServer:
         experts: VLLMExperts | None = None,
         adapters: Adapters | None = None,
         keeps_cache: bool = False,
+        is_shared: bool = False,
     ) -> None:
         """Create a client; nothing is sent before the first request.
 
@@ -88,11 +87,13 @@ class VLLMServer:
             experts: packs the experts that the server chose. None: they are not requested.
             adapters: adapters to keep apart from weights in half precision.
             keeps_cache: running requests keep their cache over weight syncs (`freeze`); later ones find none of it.
+            is_shared: other ranks sample from the server too: only a weight sync stops it, a pause only this rank's requests.
         """
         self.adapters = adapters
-        self._keeps_cache = keeps_cache
+        self._keeps_cache, self._is_shared = keeps_cache, is_shared
         self._experts = experts
         self._config = config
+        self.url, self.timeout_s = config.urls[0], config.timeout_s
         self._http = Http(config)
         self.folder, self.device = folder, device
         self.takes_channel = True
@@ -121,16 +122,6 @@ class VLLMServer:
         self._is_closed = False
         self._lost: ServerLostError | None = None
         """Reason why the server is excluded."""
-
-    @property
-    def url(self) -> str:
-        """Address of the server."""
-        return self._config.urls[0]
-
-    @property
-    def timeout_s(self) -> float:
-        """Deadline of whatever is no completion."""
-        return self._config.timeout_s
 
     @property
     def busy_s(self) -> float:
@@ -178,20 +169,20 @@ class VLLMServer:
         if self._lost is not None:
             return
         async with self.deadline("pause"):
-            await self._pause_server()
+            if not self._is_shared:
+                await self._pause_server()
             while self._out:
-                # Requests that arrive at the server after the pause wait there: abort them by name.
+                # By name, what that does not end: requests that arrive after the pause, or all of them at a shared server.
+                await self._http.request("an abort", "POST", "/abort_requests", abort_body(self._out))
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._out.wait_until_none(), 0.1)
-                if self._out:
-                    await self._http.request("an abort", "POST", "/abort_requests", abort_body(self._out))
 
     async def freeze(self) -> None:
         """Stop sampling, and let running requests wait at the server with their cache; see `FreezableEngine`."""
         assert self._keeps_cache, "a cache that is found again would be used for other requests too"
         self._is_paused = self._is_frozen = True
         self._set_gate()
-        if self._lost is None:
+        if self._lost is None and not self._is_shared:
             async with self.deadline("pause"):
                 await self._pause_server()
 
@@ -201,7 +192,7 @@ class VLLMServer:
 
     async def resume(self) -> None:
         """Sample again."""
-        if self._lost is None:
+        if self._lost is None and not self._is_shared:
             async with self.deadline("resume"):
                 await self._http.request("an end of the pause", "POST", "/resume")
         self._is_paused = self._is_frozen = False
@@ -290,12 +281,12 @@ class VLLMServer:
             ServerLostError: at the deadline: a server that hangs is lost like one that is down.
         """
         try:
-            async with asyncio.timeout(self._config.timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 yield
         except TimeoutError:
             raise ServerLostError(
-                f"vLLM's server at {self._config.urls[0]} did not finish {what} within engine.server.timeout_s: "
-                f"{self._config.timeout_s:g}. Start it again if it hangs; if it is slow, raise that"
+                f"vLLM's server at {self.url} did not finish {what} within engine.server.timeout_s: "
+                f"{self.timeout_s:g}. Start it again if it hangs; if it is slow, raise that"
             ) from None
 
     async def served_model(self) -> ServedModel:
@@ -313,7 +304,7 @@ class VLLMServer:
             config = await self._http.request("its configuration", "GET", _SERVER_INFO, parse=parse_server_info)
             if config.logprobs_mode != "processed_logprobs":
                 raise EngineError(
-                    f"vLLM's server at {self._config.urls[0]} reports {config.logprobs_mode}: training needs the "
+                    f"vLLM's server at {self.url} reports {config.logprobs_mode}: training needs the "
                     "log-probabilities of what is sampled; start it with --logprobs-mode processed_logprobs"
                 )
             model = await asyncio.to_thread(load_served_model, config)
@@ -321,6 +312,8 @@ class VLLMServer:
                 log.warning(
                     "%s takes weights in files alone; see docs/engines.md for how to start it otherwise", self.url
                 )
+            if self._is_shared:  # the first weight sync does the rest
+                return model
             known = await self._http.request("its version", "GET", _SIGN_OF_LIFE, parse=lambda a: a["weight_version"])
             if str(known).isdecimal():
                 self._version = int(known)
@@ -471,9 +464,13 @@ class VLLMServer:
             reset = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
             await self._http.request("forgetting its cache", "POST", reset, parse=check_success)
         await self._set_version(version)
-        self._version = version
-        if not self._is_paused:
+        if self._is_shared or not self._is_paused:
             await self._http.request("an end of the pause", "POST", "/resume")
+        self.follow(version, has_adapter=self.has_adapter)
+
+    def follow(self, version: int, *, has_adapter: bool) -> None:
+        """Note a weight sync: the server samples with the weights of a version, with or without an adapter beside them."""
+        self._version, self.has_adapter = version, has_adapter
         self._is_half_loaded, self._lost = False, None
         self._set_gate()
 

@@ -3,15 +3,16 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Self
 
 import torch
 from pydantic import Field
 
 from agentrl.data.files import absolute
-from agentrl.engine.base import Engine, EngineConfig, EngineContext, KeptBase
+from agentrl.engine.base import CopyState, Engine, EngineConfig, EngineContext, KeptBase
 from agentrl.engine.vllm.common import ServerConfig, check_reloadable
 from agentrl.engine.vllm.http import ServerLostError
 from agentrl.engine.vllm.server import VLLMServer, sync_weights
@@ -26,12 +27,18 @@ class VLLMServers:
     """Engine on several servers: each conversation stays on the server that caches its prefix; see `VLLMServer`.
 
     A server that is down or misses its deadline is excluded, and its conversations continue on the others. If it answers
-    again, it returns with the next weight sync.
+    again, it returns with the next weight sync. Several ranks may share the servers (`SharedEngine`).
     """
 
-    def __init__(self, servers: Sequence[VLLMServer]) -> None:
-        """Take servers of the same model."""
+    def __init__(self, servers: Sequence[VLLMServer], *, syncs: bool = True) -> None:
+        """Take servers of the same model.
+
+        Args:
+            servers: all of them.
+            syncs: this rank replaces their weights. False: another does.
+        """
         self._servers = tuple(servers)
+        self.syncs = syncs
         self._lost: dict[VLLMServer, ServerLostError] = {}
         """Excluded servers, with the reason."""
         self._homes: dict[str, VLLMServer | None] = {}
@@ -117,6 +124,8 @@ class VLLMServers:
 
         A server that was lost and answers again has nothing.
         """
+        if not self.syncs:
+            return KeptBase.THERE
         for server in self._lost:
             server.base = None
         return min([await server.kept_base() for server in await self._reachable()], default=KeptBase.THERE)
@@ -130,6 +139,10 @@ class VLLMServers:
     async def _sync_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]] | None, changes: Changes | None, version: int
     ) -> None:
+        if not self.syncs:
+            for _ in chain(changes or (), named_tensors or ()):  # gathering them may take every rank
+                pass
+            return
         for server in self._up():
             server.check_idle()
         servers = await self._reachable()
@@ -140,6 +153,23 @@ class VLLMServers:
             elif self._lost.pop(server, None):
                 log.warning("%s is back, with the weights of version %d", server.url, version)
         self._check_some_left()
+
+    def copies(self) -> dict[str, CopyState]:
+        """Return the state of each server, by address."""
+        return {
+            server.url: CopyState(str(self._lost[server]) if server in self._lost else None, server.has_adapter)
+            for server in self._servers
+        }
+
+    def follow(self, copies: Mapping[str, CopyState], version: int) -> None:
+        """Take over the states of all servers; see `SharedEngine`."""
+        for server in self._servers:
+            state = copies[server.url]
+            if state.lost is None:
+                self._lost.pop(server, None)
+                server.follow(version, has_adapter=state.has_adapter)
+            else:
+                self._exclude(server, ServerLostError(state.lost))
 
     async def close(self) -> None:
         """Stop all requests and disconnect; the servers keep running."""
@@ -208,18 +238,16 @@ class VLLMServerConfig(EngineConfig):
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `EngineArgs` for such a server, such as gpu_memory_utilization."""
 
-    def num_sampling(self, num_processes: int) -> int:
-        """Return the number of ranks that have servers, the same number each."""
-        num = len(self.server.urls)
-        most = min(num, num_processes, self.server.processes or max(1, num // 2))
-        return max(count for count in range(1, most + 1) if num % count == 0)
+    def num_sampling(self, num_processes: int, *, num_groups: int) -> int:
+        """Return the largest number of ranks that can sample the same number of groups each."""
+        return max(count for count in range(1, num_processes + 1) if num_groups % count == 0)
 
     def for_process(self, index: int) -> Self:
         """Return the fields with one server's address."""
         return self.model_copy(update={"server": self.server.model_copy(update={"url": self.server.urls[index]})})
 
     def build(self, context: EngineContext) -> "Engine":
-        """Return a client of this rank's servers.
+        """Return a client of the servers, which all ranks share.
 
         Raises:
             ConfigError: for a model whose weights vLLM cannot replace.
@@ -230,7 +258,9 @@ class VLLMServerConfig(EngineConfig):
         check_reloadable(context.model.config)
         shard = context.shard
         folder = context.handover if self.server.folder is None else absolute(self.server.folder)
-        urls = self.server.urls[shard.process :: shard.num_processes]
+        is_shared = shard.num_processes > 1
+        first = shard.process % len(self.server.urls)  # ranks begin at different ones
+        urls = self.server.urls[first:] + self.server.urls[:first]
         experts = VLLMExperts.for_model(context.model) if context.returns_experts else None
         servers = [
             VLLMServer(
@@ -240,7 +270,8 @@ class VLLMServerConfig(EngineConfig):
                 experts=experts,
                 adapters=context.adapters,
                 keeps_cache=context.keeps_cache,
+                is_shared=is_shared,
             )
             for url in urls
         ]
-        return servers[0] if len(servers) == 1 else VLLMServers(servers)
+        return VLLMServers(servers, syncs=shard.process == 0) if is_shared or len(servers) > 1 else servers[0]
