@@ -71,7 +71,7 @@ class AgentConfig(BaseModel):
     host: Annotated[str, MayChange()] = "127.0.0.1"
     """Address at which the endpoint listens. Only another one can be reached from elsewhere: see SECURITY.md."""
     port: Annotated[int, MayChange()] = Field(default=0, ge=0, lt=2**16)
-    """Port of the endpoint. 0: a free one."""
+    """Port of the endpoint; of several ranks each takes the next one. 0: a free one."""
     public_host: Annotated[str | None, MayChange()] = None
     """Name by which clients reach the host. None: the host."""
 

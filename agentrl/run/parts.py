@@ -25,7 +25,7 @@ from torch import Tensor
 
 from agentrl.agent.config import AgentConfig
 from agentrl.chat import ChatMLRenderer, Renderer, train_tokenizer
-from agentrl.distributed.processes import choose_interface, from_rank_zero, set_deadline
+from agentrl.distributed.processes import choose_interface, from_rank_zero, process_index, set_deadline
 from agentrl.engine import Engine, EngineConfig, EngineContext
 from agentrl.engine.base import AdapterEngine, Adapters, FreezableEngine, IdleEngine, is_half, merging_refused
 from agentrl.env import EnvDescription
@@ -152,6 +152,8 @@ def build_agent(
     description = config.describe()
     tasks = Tasks(seed=seed, evaluation_seed=evaluation_seed, num=description.num_tasks, hashes=description.task_hashes)
     tasks.check_train()
+    if config.port:  # each rank has an endpoint
+        config = config.model_copy(update={"port": config.port + process_index()})
     player = AgentPlayer(config, on_warning=on_warning)
     return EnvPart(make=None, player=player, description=description, tasks=tasks)
 

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from agentrl.agent.config import AgentConfig
 from agentrl.errors import UserError
 from agentrl.recipe.config import load_recipe
 from agentrl.report.records import read_records
+from agentrl.rollout.agent_episode import AgentPlayer
+from agentrl.run import parts
 from tests.support.each import each
 from tests.support.runs import train
 
@@ -74,3 +77,11 @@ def test_a_recipe_has_a_program_or_an_environment() -> None:
     with pytest.raises(UserError, match="agent: it plays in place of env"):
         load_recipe({"agent": agent, "env": {"id": "corridor"}})
     assert load_recipe({"agent": agent}, changes={"env": {"id": "corridor"}}).agent is None
+
+
+def test_each_rank_listens_at_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AgentConfig.model_validate({"run": f"{__name__}:counts_to_two", "tasks": ROWS, "port": 4000})
+    monkeypatch.setattr(parts, "process_index", lambda: 2)
+    player = parts.build_agent(config).player
+    assert isinstance(player, AgentPlayer)
+    assert player.config.port == 4002
