@@ -13,9 +13,8 @@ from tests.support.runs import train
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "Qwen3.5" else pytest.mark.slow) for name in ARCHITECTURES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_three_steps_of_a_tool_environment_with_the_family_s_template(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

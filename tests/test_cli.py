@@ -555,6 +555,7 @@ def test_a_run_that_had_not_started_cannot_be_resumed(agentrl: Agentrl, monkeypa
     assert (status, err) == (130, "agentrl: interrupted\n")
 
 
+@pytest.mark.slow
 @each(
     ("number", "has_begun", "words"),
     [

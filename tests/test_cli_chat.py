@@ -187,6 +187,7 @@ def test_a_renderer_of_a_strangers_shows_what_it_can() -> None:
     assert [(choice.renderer, choice.chosen) for choice in found.tried] == [("plain:Plain", True)]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each("width", [40, 80, 120])
 @each("colours", [None, "truecolor"])

@@ -180,6 +180,7 @@ def test_a_dialogue_is_written_and_its_oracle_solves_it(folder: Path, capsys: py
     assert "leave the other options out" in refused("other", "--dialogue", "--seed", "1", capsys=capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_recipe_fits_the_memory_that_is_given(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hugging_face_folder(folder / "model", rewrites=False)

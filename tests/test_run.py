@@ -81,7 +81,8 @@ def test_a_cold_start_on_a_file_of_dialogues_needs_no_oracle(tmp_path: Path) -> 
     assert actions.count("Well.") >= 3
 
 
-@each("mode", [pytest.param("sync", marks=pytest.mark.slow), "partial", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@each("mode", ["sync", "partial", "async"])
 def test_updates_of_a_mixture_take_the_experts_that_the_engine_chose(mode: str, tmp_path: Path) -> None:
     name = hugging_face_folder(tmp_path / "model", rewrites=False)
     sizes: dict[str, Any] = {
@@ -133,7 +134,8 @@ def test_a_mixture_whose_layers_choose_differently_is_refused_where_the_engine_i
         train(settings)
 
 
-@each("precision", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@each("precision", ["float32", "bfloat16"])
 def test_a_run_of_adapters_resumes_and_is_exported_as_a_whole_model(precision: str, tmp_path: Path) -> None:
     in_process(partial(train_adapters, precision, tmp_path))  # accelerate's precision is that of a process
 
@@ -281,6 +283,7 @@ def test_a_faulty_oracle_is_named(tmp_path: Path) -> None:
         train(recipe(tmp_path, env={"id": "tests.test_run:Mute"}, warmup={"steps": 1}))
 
 
+@pytest.mark.slow
 def test_a_strangers_environment_trains_without_being_installed(tmp_path: Path) -> None:
     check_env("examples.custom_env:MyEnv")
     _, rows = train(recipe(tmp_path, env={"id": "examples.custom_env:MyEnv"}, warmup={"steps": 2, "skill": 0.5}))
@@ -365,6 +368,7 @@ def test_a_model_of_other_sizes_cannot_resume_a_run(tmp_path: Path) -> None:
     assert (folder.config_file.read_text(), folder.metrics()) == (before, rows)
 
 
+@pytest.mark.slow
 @each("name", ["model.safetensors", "optimizer.pt", "agentrl.json", "learner-0.json", "files.json"])
 def test_a_damaged_checkpoint_is_named_with_the_one_before_it(name: str, tmp_path: Path) -> None:
     folder, _ = train(recipe(tmp_path))
@@ -391,6 +395,7 @@ def test_rows_of_metrics_are_never_dropped_for_a_line_that_is_broken(tmp_path: P
     assert folder.metrics() == rows
 
 
+@pytest.mark.slow
 @each("damage", ["metrics", "a folder for metrics", "warnings", "a folder for rollouts", "reference"])
 def test_what_cannot_be_read_is_told_before_anything_is_written(damage: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {

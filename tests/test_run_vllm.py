@@ -109,6 +109,7 @@ def test_heads_are_measured_in_the_part_of_a_model_that_speaks() -> None:
     assert not is_vllm_faster(context(model))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_bit_for_bit(tmp_path: Path) -> None:
     _, expected, whole = trained(settings(tmp_path / "whole", 3))
     folder, _, _ = trained(settings(tmp_path / "parts", 1))

@@ -271,6 +271,7 @@ except agentrl.AgentRLError as error:
         assert words in told
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_run_is_opened_where_its_modules_lie(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()

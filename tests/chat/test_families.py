@@ -115,6 +115,7 @@ def own(template: str) -> tuple[ChatTemplate, Encoder]:
     return ChatTemplate(tokenizer, encode, template=text, variables={}, date=DATE, name=template), encode
 
 
+@pytest.mark.slow
 @each("template", ALL_SOME)
 def test_a_renderer_of_the_package_is_taken_where_it_is_proven_to_fit(template: str) -> None:
     family_tokenizer(template)
@@ -126,6 +127,7 @@ def test_a_renderer_of_the_package_is_taken_where_it_is_proven_to_fit(template: 
     assert seconds < 2  # a fifth of it, on an idle machine
 
 
+@pytest.mark.slow
 @each("template", ALL_SOME)
 def test_what_a_step_says_as_system_is_read(template: str) -> None:
     tokenizer = family_tokenizer(template)

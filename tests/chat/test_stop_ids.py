@@ -18,7 +18,7 @@ from tests.support.architectures import ARCHITECTURES, write_model
 from tests.support.each import each
 from tests.support.families import family_tokenizer, template_names
 from tests.support.templates import QWEN, tokenizer
-from tests.support.tiers import first_quick, slow_unless
+from tests.support.tiers import first_quick
 
 USER = {"role": "user", "content": "Hello."}
 YES = {"role": "assistant", "content": "Yes."}
@@ -30,7 +30,8 @@ def with_ends(made: Any, *ids: int) -> Any:
     return made
 
 
-@each("name", slow_unless(("gemma3", "llama3_1", "nemotron_3_nano", "qwen3").__contains__, template_names()))
+@pytest.mark.slow
+@each("name", template_names())
 def test_every_renderer_of_a_family_ends_turns_where_its_generation_config_does(name: str) -> None:
     made = copy.deepcopy(family_tokenizer(name))
     made.add_special_tokens({"additional_special_tokens": ["<|one end|>", "<|another end|>"]})
@@ -66,6 +67,7 @@ PUBLISHED = {
 """Tokens that the generation configs of published models name."""
 
 
+@pytest.mark.slow
 @each("name", PUBLISHED)
 def test_no_turn_holds_an_end_that_a_published_model_names(name: str) -> None:
     made = copy.deepcopy(family_tokenizer(name))

@@ -222,6 +222,7 @@ def test_a_template_that_drops_thoughts_when_a_user_speaks_begins_again_there() 
     assert after(renderer, RESULT).after((65, END), {"role": "assistant", "content": "a"}, [RESULT], renderer).extends
 
 
+@pytest.mark.slow
 @each("thinking", ["keep", "drop_at_user", "drop"])
 @each("pairs", [(), (THINKS, THOUGHT)])
 def test_what_becomes_of_thoughts_is_the_recipes_to_say(thinking: Any, pairs: tuple[tuple[str, str], ...]) -> None:

@@ -700,6 +700,7 @@ def without_one(how: str, missing: int) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "missing"), first_quick([("is killed in an update", 2), ("hangs", 0), ("hangs", 2), ("is killed", 0)])
 )

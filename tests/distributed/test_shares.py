@@ -91,6 +91,7 @@ def in_parts(folder: Path, names: list[str], lora: LoraSettings | None, replicas
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("num_processes", "lora", "replicas"),

@@ -74,6 +74,7 @@ def test_logprobs_over_four_turns_are_those_of_one_plain_pass(
             assert (done.num_cached_tokens > 0) == (turn > 0)
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_keeps_to_the_contract_of_engines() -> None:
     model = make("Qwen3.5")
     first = {key: tensor.clone() for key, tensor in model.state_dict().items()}

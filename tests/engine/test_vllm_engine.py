@@ -499,6 +499,7 @@ def test_an_engine_that_sleeps_while_it_is_paused_keeps_to_the_contract_too(runn
     run(runner, engine.close())
 
 
+@pytest.mark.slow
 def test_a_quantized_engine_quantizes_the_weights_of_each_sync(runner: asyncio.Runner) -> None:
     """By 8 bits, of integers: this build has no kernels of fp8."""
     options = {"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"}
@@ -512,6 +513,7 @@ def test_a_quantized_engine_quantizes_the_weights_of_each_sync(runner: asyncio.R
     run(runner, engine.close())
 
 
+@pytest.mark.slow
 def test_weights_are_dropped_only_before_a_sync_that_brings_all_of_them(runner: asyncio.Runner) -> None:
     engine = VLLMEngine(make_model(), VLLMConfig(max_batch_size=8, sleep=True), max_tokens=64)
     with patch.object(engine._llm, "sleep", wraps=engine._llm.sleep) as sleep:

@@ -115,6 +115,7 @@ async def with_weights(server: Server, folder: Path, seed: int = 0) -> AsyncIter
         yield engine
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_it_keeps_to_the_contract_of_engines(server: Server, tmp_path: Path) -> None:
     plain = make_model()

@@ -303,6 +303,7 @@ async def check_back(engine: VLLMServers, servers: list[FakeServer]) -> None:
     assert [set((await task).versions) for task in waiting] == [{2}, {2}]
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_as_it_samples_is_left_out_and_comes_back(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -334,6 +334,7 @@ def test_whatever_a_server_answers_is_data_or_refused(said: str, odd: EnvConfig)
             thread.join()
 
 
+@pytest.mark.slow
 @each("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_server_ends_with_all_its_workers_however_it_ends(end: signal.Signals, odd: EnvConfig) -> None:
     server = Serving()

@@ -76,6 +76,7 @@ def test_it_keeps_the_contract_over_many_seeds(name: str, setting: Setting, num_
     check_env(built_in()[name], seeds=range(min(num_seeds, setting.episodes)), **setting.options)
 
 
+@pytest.mark.slow
 @each(("name", "setting"), SETTINGS)
 def test_the_oracle_solves_its_share(name: str, setting: Setting) -> None:
     skip_if_its_sandbox_is_missing(name)
@@ -108,6 +109,7 @@ def test_without_turn_rewards_the_last_turn_alone_pays(name: str, setting: Setti
     env.close()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each(("name", "setting"), SETTINGS)
 def test_moments_with_equal_state_keys_go_alike(name: str, setting: Setting) -> None:

@@ -30,6 +30,7 @@ def says(env: SQLAnalyst, name: str, **arguments: Any) -> tuple[str, float, bool
     return observation[0]["content"], float(reward), terminated
 
 
+@pytest.mark.slow
 @each("options", OPTIONS)
 def test_the_sql_analyst_keeps_the_contract(options: dict[str, Any]) -> None:
     check_env(SQLAnalyst, seeds=range(10), **options)

@@ -298,6 +298,7 @@ def test_the_key_door_without_turn_rewards_pays_at_the_door_alone() -> None:
     assert [env.step(tool_call("open_box", box=1))[1], env.step(tool_call("open_door"))[1]] == [0.0, 1.0]
 
 
+@pytest.mark.slow
 @each(("cls", "options"), BUILTINS)
 def test_equal_state_keys_have_equal_futures(cls: type[ToolEnv], options: dict[str, Any]) -> None:
     """Within one task, moments of one key must reward the same actions the same, whatever happened before."""

@@ -206,6 +206,7 @@ def test_returns_that_differ_by_rounding_alone_have_no_variance_to_explain() -> 
 
 
 # A head reads what random weights made of the prompt: it takes a wide model to find the box there.
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("kind", "sizes", "learning_rate"), [("head", LocalModelConfig(), 3e-3), ("separate", TINY, 3e-3)]

@@ -149,6 +149,7 @@ def test_gradients_are_those_of_the_told_experts() -> None:
     assert (own - moved[0]).abs().max() > 1e-3 * moved[0].abs().max()
 
 
+@pytest.mark.slow
 @each("anchor", ["behavior", "recomputed", "sampled"])
 def test_where_nothing_is_told_routers_choose_themselves(anchor: str) -> None:
     replayed, free = learner_of(mixture(), anchor=anchor), learner_of(mixture(), anchor=anchor)

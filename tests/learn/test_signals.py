@@ -413,6 +413,7 @@ def with_model(folder: Path, tmp_path: Path, credit: dict[str, Any], **sections:
     return recipe(tmp_path, credit=credit, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
     "credit",

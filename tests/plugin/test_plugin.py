@@ -116,6 +116,7 @@ asyncio.run(check_engine(PlainEngine(first, 0.0), reference, vocab_size=261, wei
     run(python, "-c", code, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_recipe_of_third_party_parts_trains_a_step(python: Path, tmp_path: Path) -> None:
     run(python, "-m", "agentrl", "train", HERE / "recipe.yaml", "--run_dir", tmp_path / "run", cwd=tmp_path)
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -55,14 +55,10 @@ def may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
 
 
+@pytest.mark.slow
 @each(
     ("layout", "checkpointing", "graphs", "breaks"),
-    [
-        ("packed", True, 6, 0),
-        pytest.param("padded", False, 4, 0, marks=pytest.mark.slow),
-        pytest.param("tree", False, 8, 4, marks=pytest.mark.slow),
-        pytest.param("tree", True, 10, 5, marks=pytest.mark.slow),
-    ],
+    [("packed", True, 6, 0), ("padded", False, 4, 0), ("tree", False, 8, 4), ("tree", True, 10, 5)],
 )
 def test_a_layer_is_one_graph_for_each_kind_of_pass(
     layout: Layout, checkpointing: bool, graphs: int, breaks: int

@@ -391,6 +391,7 @@ def computed(model: Any) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @each("family", [family for family in RECURRENT if family != "Mamba2"])
 def test_recurrent_parts_compute_once_what_rows_share(family: str) -> None:
     model = made(family, **RECURRENT[family])
@@ -469,6 +470,7 @@ def test_packed_rows_of_attention_that_leaks_between_them_are_refused_by_name() 
         choose_layout(model, "packed")
 
 
+@pytest.mark.slow
 @each("name", ARCHITECTURES)
 def test_in_bfloat16_what_leaks_is_further_off_than_rounding(name: str) -> None:
     model = tiny_model(name, vocab_size=97, initializer_range=0.2)
@@ -516,6 +518,7 @@ def test_padded_rows_need_no_proof() -> None:
     assert choose_layout(None, "padded") == ("padded", None)
 
 
+@pytest.mark.slow
 @each("init", [0.02, 0.2])
 @each("name", MODELS)
 def test_the_probe_accepts_what_is_exact_and_leaves_no_trace(name: str, init: float) -> None:

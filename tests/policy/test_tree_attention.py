@@ -194,6 +194,7 @@ def test_an_empty_tree_gives_an_empty_output() -> None:
     assert inputs[1].grad.shape == (2, 0, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @each("sinks_H", [None, torch.linspace(-1, 2, 4, dtype=torch.float64)])
 @each("window", [None, 40])

@@ -102,6 +102,7 @@ def test_tensorboard_has_metrics_recipe_and_rollouts(tracked: Tracked) -> None:
     assert b"train.learning_rate" in found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
 
 
+@pytest.mark.slow
 def test_trackio_has_metrics_recipe_and_rollouts(tracked: Tracked) -> None:
     folder, rows = tracked
     with sqlite3.connect(folder.parent / "trackio" / "tried.db") as database:

@@ -205,6 +205,7 @@ def test_what_blocks_the_event_loop_shows_in_its_lag(new_pool: NewPool, new_engi
     assert pool.loop_lag_s > 0.2
 
 
+@pytest.mark.slow
 def test_environments_that_hang_for_ever_now_and_then_stop_the_run_before_threads_pile_up(new_pool: NewPool) -> None:
     def log(what: str, env: Talk) -> None:
         if what == "step" and env.member == 1:

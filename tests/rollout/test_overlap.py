@@ -2,6 +2,8 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
+
 from agentrl import ToolEnv
 from agentrl.rollout import Tasks
 from agentrl.rollout.reset_checks import Overlap, measure_overlap
@@ -93,6 +95,7 @@ def test_it_takes_a_few_seconds_at_most() -> None:
     assert found.num_training <= 21
 
 
+@pytest.mark.slow
 @each("where", ["start", "close", "__init__"])
 def test_an_environment_that_fails_or_hangs_is_left_to_the_run(where: str) -> None:
     def breaks(*_: Any, **__: Any) -> None:

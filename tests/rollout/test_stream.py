@@ -198,7 +198,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("mode", ["sync", "partial", "async"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), staleness=st.integers(1, 3))
 def test_every_group_is_handed_out_once_and_none_too_old(
     mode: Literal["sync", "partial", "async"], seed: int, staleness: int

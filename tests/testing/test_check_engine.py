@@ -174,13 +174,17 @@ class Hangs(TransformersEngine):
             "a request that was paused and resumed differs from the uninterrupted one",
             marks=pytest.mark.slow,
         ),
-        (DropsThePartial, "pause() never returned a running request"),
+        pytest.param(DropsThePartial, "pause() never returned a running request", marks=pytest.mark.slow),
         pytest.param(
             DeafToPause,
             "a request that comes while the engine is paused is not held until resume()",
             marks=pytest.mark.slow,
         ),
-        (KeepsTheCache, "a prompt that is repeated after a push answers otherwise than a fresh one"),
+        pytest.param(
+            KeepsTheCache,
+            "a prompt that is repeated after a push answers otherwise than a fresh one",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(KeepsTheVersion, "the engine reports version 0", marks=pytest.mark.slow),
         pytest.param(TakesAnyWeight, "load_weights takes a weight with another shape", marks=pytest.mark.slow),
         pytest.param(

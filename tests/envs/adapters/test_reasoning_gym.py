@@ -32,6 +32,7 @@ READERS = [
 """Data sets whose scorers give an answer to `eval` or `parse_expr`."""
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each("dataset", ["chain_sum", "list_functions", "pool_matrix"])  # two draw from global generators
 def test_its_tasks_keep_the_contract(dataset: str) -> None:
