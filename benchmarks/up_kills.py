@@ -181,6 +181,10 @@ def figures(mode: str, *, num_kills: int, seed: int, here: Path) -> dict[str, An
     assert [row["step"] for row in rows] == list(range(len(rows)))
     records = [record for path in RunFolder(run).rollouts() for record in read_records(path)]
     output = deployment.output()
+    resumed = output.count(": resuming (")
+    assert resumed == kinds.count("rank"), (
+        f"a server's end is no rank's: the trainers resumed {resumed} times\n{output}"
+    )
     return {
         "mode": mode,
         "seed": seed,
@@ -193,9 +197,9 @@ def figures(mode: str, *, num_kills: int, seed: int, here: Path) -> dict[str, An
         "sampled_again": 0,
         "trained_twice": 0,
         "lost": sum(record.error is not None for record in records),
-        "trainers_resumed": output.count(": resuming ("),
+        "trainers_resumed": resumed,
         "servers_restarted": output.count(": starting it again in "),
-        "engine_difference": max(row.get("first/engine_difference", 0.0) for row in rows),
+        "engine_difference": max(row["first/engine_difference"] for row in rows if row.get("staleness/max") == 0),
         "survivors": survivors,
     }
 

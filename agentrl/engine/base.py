@@ -174,7 +174,7 @@ class SharedEngine(Engine, Protocol):
     def copies(self) -> dict[str, CopyState]:
         """Return the state of each copy, by name."""
 
-    def follow(self, copies: Mapping[str, CopyState], version: int) -> None:
+    async def follow(self, copies: Mapping[str, CopyState], version: int) -> None:
         """Take over the states after a weight sync: leave out lost copies, and sample from the others as `version`."""
 
 

@@ -207,7 +207,7 @@ class WeightSync:
         engine = self._pool.context.engine
         copies = from_rank_zero(lambda: engine.copies() if isinstance(engine, SharedEngine) else {})
         if isinstance(engine, SharedEngine) and not engine.syncs:
-            engine.follow(copies, version)
+            self._runner.run(engine.follow(copies, version))
 
     @property
     def _has_weights(self) -> bool:

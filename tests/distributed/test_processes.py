@@ -378,7 +378,7 @@ class SharedServers(IdleEngine):
     def copies(self) -> dict[str, CopyState]:
         raise AssertionError("asked of a rank that follows")
 
-    def follow(self, copies: Mapping[str, CopyState], version: int) -> None:
+    async def follow(self, copies: Mapping[str, CopyState], version: int) -> None:
         self.copies_of_first, self.version = copies, version
 
 
@@ -388,7 +388,7 @@ class LeadingServers(OneServer):
     def copies(self) -> dict[str, CopyState]:
         return COPIES
 
-    def follow(self, copies: Mapping[str, CopyState], version: int) -> None:
+    async def follow(self, copies: Mapping[str, CopyState], version: int) -> None:
         raise AssertionError("it knows")
 
 

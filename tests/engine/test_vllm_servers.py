@@ -167,7 +167,7 @@ def test_a_rank_that_shares_servers_is_stopped_by_a_weight_sync_alone_and_leaves
             async def synced(seed: int, version: int) -> None:
                 await first.load_weights(weights(seed), version)
                 await other.load_weights(weights(seed), version)
-                other.follow(first.copies(), version)
+                await other.follow(first.copies(), version)
 
             await synced(0, 0)
             mine, others = await begun(first, LONG), await begun(other, 600)
@@ -180,12 +180,12 @@ def test_a_rank_that_shares_servers_is_stopped_by_a_weight_sync_alone_and_leaves
                 done = await task
                 assert done.finish_reason is FinishReason.ABORTED
                 assert set(done.versions) == {0}
-            other.follow(first.copies(), 1)
+            await other.follow(first.copies(), 1)
             for server in (*leading, *each):
                 await server.resume()
                 await check_logprobs(server, plain[1], 1)
             first._exclude(leading[0], ServerLostError("it is slow today"))
-            other.follow(first.copies(), 1)
+            await other.follow(first.copies(), 1)
             assert list(other._lost) == [each[0]]
             await synced(0, 2)
             assert not other._lost

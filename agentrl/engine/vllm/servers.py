@@ -161,7 +161,7 @@ class VLLMServers:
             for server in self._servers
         }
 
-    def follow(self, copies: Mapping[str, CopyState], version: int) -> None:
+    async def follow(self, copies: Mapping[str, CopyState], version: int) -> None:
         """Take over the states of all servers; see `SharedEngine`."""
         for server in self._servers:
             state = copies[server.url]
