@@ -30,8 +30,9 @@ class Pipe:
 
 row = bench.ROWS["shared_75"]
 groups, advantages = bench.make_groups(row)
+settings = {"loss": bench.LOSS, "train": bench.TRAIN} if hasattr(bench, "LOSS") else {}  # the same, of each version
 task = bench.Task(row=row, groups=groups, advantages=advantages, device="cpu", steps=5, batch_size=8, max_tokens=4096,
-    gradient_checkpointing=False, folder=Path(sys.argv[1]))
+    gradient_checkpointing=False, folder=Path(sys.argv[1]), **settings)
 bench.agentrl_side(task, Pipe())
 *steps, mib = Pipe.found
 print(json.dumps({"seconds": [step["seconds"] for step in steps[1:]], "mib": mib}))
