@@ -31,9 +31,13 @@ train-real: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
 
-# What one runs while writing: two minutes, so without the files that try many models or wait for what hangs.
-LONG_FILES = policy/test_layout chat/test_families chat/test_limits chat/test_tokenizers envs/test_built_in rollout/test_overlap \
-	rollout/test_faults rollout/test_pool rollout/test_reset_proof run/test_loop test_memory test_run testing/test_check_engine testing/test_check_env \
+# What one runs while writing, beside the tests of what one writes: a few minutes, so without the files that take longest.
+LONG_FILES = api/test_training chat/test_families chat/test_limits chat/test_template chat/test_text_is_text chat/test_tokenizers \
+	credit/test_tree endpoint/test_server engine/test_transformers_engine env/test_judge_reward envs/test_built_in \
+	learn/test_calibration learn/test_critic learn/test_learner learn/test_plain_gspo learn/test_plan learn/test_scoring \
+	learn/test_step_loss learn/test_trust policy/test_layout policy/test_tree_attention report/test_card rollout/test_branches \
+	rollout/test_faults rollout/test_overlap rollout/test_pool rollout/test_reset_proof rollout/test_stream run/test_loop test_cli \
+	test_config test_fields test_memory test_run testing/test_check_credit testing/test_check_engine testing/test_check_env \
 	testing/test_check_sandbox
 test-quick: $(VENV)/installed-dev
 	$(PYTEST) -m 'not slow and not vllm and not process and not gpu' $(LONG_FILES:%=--ignore=tests/%.py) $(ARGS)

@@ -29,6 +29,7 @@ WITHOUT_FIELDS = {
     "2026-11-28-adapters.md",
     "2026-11-28-bfcl.md",
     "2026-11-29-collectives.md",
+    "2026-11-29-up_kills.md",
     "models.md",
     "reliability.md",
     # From before fields were recorded: the next run of each adds them.
