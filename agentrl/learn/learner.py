@@ -519,16 +519,17 @@ class Learner:
         ]
         norms = list[float]()
         with reading_together():  # after the last pass: a read before would leave a GPU without work
-            for number, (micro, before, compute_loss) in enumerate(passes, 1):
-                check_interrupt()
-                with (
-                    self._accumulating(is_last=number == len(passes)),
-                    attending(self.state.policy.model, self._layout),
-                    self._routing(micro, before),
-                ):
-                    loss = compute_loss()
-                    # Ranks average their gradients; the loss is a sum over all of them.
-                    self._accelerator.backward(loss * self._accelerator.num_processes)
+            with self.state.policy.rounding():
+                for number, (micro, before, compute_loss) in enumerate(passes, 1):
+                    check_interrupt()
+                    with (
+                        self._accumulating(is_last=number == len(passes)),
+                        attending(self.state.policy.model, self._layout),
+                        self._routing(micro, before),
+                    ):
+                        loss = compute_loss()
+                        # Ranks average their gradients; the loss is a sum over all of them.
+                        self._accelerator.backward(loss * self._accelerator.num_processes)
             norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
             read(norm.full_tensor() if isinstance(norm, DTensor) else norm, norms.append)
         is_calibrated = self.loss.trust == "calibrated"

@@ -128,6 +128,8 @@ class PolicyState:
         self.is_sharded = config.is_sharded(num_processes())
         self.reference = None if reference is None else reference.eval().requires_grad_(False)
         """The policy with which the run began. Not trained."""
+        for each in filter(None, (policy, self.reference)):
+            each.has_copy = config.bfloat16_copy and not self.is_sharded  # shards are put together from rounded ones
         if self.is_sharded:  # not by accelerate, which knows no FSDP2 on a CPU
             dtype = torch.bfloat16 if config.precision == "bfloat16" else None
             for module in filter(None, (policy, self.reference)):

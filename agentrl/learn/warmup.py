@@ -54,7 +54,7 @@ def warm_up(
         weight = 1 / len(tokens)
         loss_value = 0.0
         for micro in planner.micro_batches(tokens):
-            with attending(policy.model, policy.layout):
+            with attending(policy.model, policy.layout), policy.rounding():
                 logprobs_T, _ = policy(micro.inputs, micro.slot_T, micro.target_T, 1.0)
                 loss: Any = -(weight * logprobs_T).sum()
                 loss.backward()

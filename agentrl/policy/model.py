@@ -6,7 +6,7 @@
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from agentrl.chat import local_folder, pretrained_tokenizer
 from agentrl.errors import ConfigError
-from agentrl.models.auto_classes import auto_class, name_body
+from agentrl.models.auto_classes import auto_class, name_body, text_modules
 from agentrl.models.logits import logit_map
 from agentrl.models.moe import cast_experts
 from agentrl.policy.config import Layout, LocalModelConfig
@@ -214,6 +214,8 @@ class Policy(nn.Module):
         """Layout of rows (`choose_layout`)."""
         self.sharded_checkpoint = dict(sharded_checkpoint or {})
         """This rank's parts of weights that the model does not hold yet, until it is sharded (`load_sharded`)."""
+        self.has_copy = False
+        """Whether passes under autocast compute with a rounded copy of the weights (`rounded_weights`)."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -225,15 +227,61 @@ class Policy(nn.Module):
         """Whether these parts compute shared prefixes once, on a tree."""
         return can_continue(self.model)
 
+    def rounding(self) -> AbstractContextManager[None]:
+        """Return a context for several passes, forward and backward, that share one rounded copy of the weights, if any."""
+        return rounded_weights(self.model) if self.has_copy else nullcontext()
+
     def forward(self, inputs: Inputs, slot_T: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy [T] of each target, read at its predecessor."""
-        hidden_TD = hidden_states(self.model, inputs)[slot_T]
-        if torch.is_autocast_enabled(hidden_TD.device.type):  # as the head would read them
-            hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))
+        device_type = inputs.ids_BL.device.type
+        is_half = torch.is_autocast_enabled(device_type)
+        with self.rounding() if is_half else nullcontext():
+            hidden_TD = hidden_states(self.model, inputs)[slot_T]
+        if is_half:  # as the head would read them
+            hidden_TD = hidden_TD.to(torch.get_autocast_dtype(device_type))
         head = self.model.get_output_embeddings()
         return fused_logprobs(
             hidden_TD, head.weight, targets_T, bias_V=head.bias, temperature=temperature, behind=self._behind
         )
+
+
+@contextmanager
+def rounded_weights(model: Any) -> Iterator[None]:
+    """Return a context for passes under autocast that compute with a bfloat16 copy of the float32 weights.
+
+    The copy is made on entering, so that it is never older than the weights, which must not change within. Gradients reach
+    the weights and are added up in float32. Embedding and head stay as they are, and what embeddings return is rounded:
+    hidden states are bfloat16 between layers too. Layers that run again in the backward pass need the context there. Within
+    another it changes nothing.
+    """
+    head = model.get_output_embeddings()
+    modules = [module for part in text_modules(model) for module in part.modules() if module is not head]
+    embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
+    places = [
+        (module, name, weight)
+        for module in modules
+        if not isinstance(module, nn.Embedding)
+        for name, weight in module._parameters.items()
+        if weight is not None and weight.dtype == torch.float32
+    ]
+    if not places:
+        yield
+        return
+    copies: dict[int, Any] = {id(weight): weight.to(torch.bfloat16) for _, _, weight in places}
+    hooks = [embedding.register_forward_hook(_round_output) for embedding in embeddings]
+    for module, name, weight in places:
+        module._parameters[name] = copies[id(weight)]
+    try:
+        yield
+    finally:
+        for module, name, weight in places:
+            module._parameters[name] = weight
+        for hook in hooks:
+            hook.remove()
+
+
+def _round_output(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    return output.to(torch.bfloat16)
 
 
 _MOST_GRAPHS = 64
