@@ -86,6 +86,7 @@ CASES: dict[str, Case] = {
     "0.6B, 16k, nothing twice": Case(
         size="0.6B", recipe="qwen3-0.6b", options=["--train.gradient_checkpointing", "false"]
     ),
+    "0.6B, 16k, copy": Case(size="0.6B", recipe="qwen3-0.6b", options=["--train.bfloat16_copy", "true"]),
     "0.6B, 16k, moments away": Case(size="0.6B", recipe="qwen3-0.6b", options=["--train.offload", "[optimizer]"]),
     "1.7B, 16k": Case(size="1.7B", recipe="qwen3-0.6b"),
     "8B-lora": Case(size="8B", recipe="qwen3-8b-lora", groups=2, options=[_PASS, "8192"]),
@@ -99,7 +100,7 @@ TINY = Case(
     size="0.6B",
     recipe="qwen3-0.6b",
     groups=1,
-    options=["--train.device", "cpu", "--train.precision", "float32"],
+    options=["--train.device", "cpu", "--train.precision", "float32", "--train.bfloat16_copy", "false"],
     changes={"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 300},
 )
 """To see on a CPU that all of it works."""
@@ -269,7 +270,14 @@ def _short(minutes: float, folder: Path, *, is_cpu: bool) -> None:
     late = ["tests/gpu/test_processes.py", "-k", "arrive or read_only", "-m", "gpu"]
     parts = {"trace of 0.6B, 16k": [*own, "trace", "--case", "0.6B, 16k", *device]}
     parts |= {} if is_cpu else {"late weights": [sys.executable, "-m", "pytest", "-q", "-n0", *late]}
-    cases = ["0.6B, 16k", "8B-lora", "0.6B, 16k, packed", "0.6B, 16k, moments away", "8B-lora, packed"]
+    cases = [
+        "0.6B, 16k",
+        "0.6B, 16k, copy",
+        "8B-lora",
+        "0.6B, 16k, packed",
+        "0.6B, 16k, moments away",
+        "8B-lora, packed",
+    ]
     parts |= {f"step of {name}": [*own, "step", "--repeats", repeats, "--case", name, *device] for name in cases}
     parts |= {"a step beside TRL's": beside_trl(is_cpu=is_cpu), "SmolLM2's curve": curve(folder, is_cpu=is_cpu)}
     end = time.monotonic() + 60 * minutes

@@ -4,6 +4,7 @@
     python -m benchmarks.train_step [--rows shared_75 tools ...] [--repeats 5] [--quick]
         [--devices cpu cuda] [--batch_size 8] [--max_tokens 0] [--gradient_checkpointing]
     python -m benchmarks.train_step --bound 0.02 [--rows shared_75] [--repeats 5] [--quick]    cost of train.target_kl
+    python -m benchmarks.train_step --copy [--rows shared_75_bf16] [--repeats 5] [--quick]    gain of train.bfloat16_copy
 
 Each side lives in a process of its own and the two take turns, step by step; times are medians. A step is forward and
 backward passes over all trajectories, gradient norm, and AdamW. TRL's is its own training loop, from `on_step_begin` to
@@ -20,7 +21,7 @@ A pass holds eight rows of TRL's, its default (`batch_size`), and one group of o
 time. The model is a small Qwen3 (hidden 256, 4 layers) with random weights, or one of a published size.
 
 `--bound` compares agentrl with itself, without and with `train.target_kl`: whole updates, of one and of four minibatches,
-whose tokens are fresh or stale.
+whose tokens are fresh or stale. `--copy` compares autocast with `train.bfloat16_copy`, without and with gradient checkpointing.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +56,7 @@ from agentrl.learn.tokens import rows_of
 from agentrl.models.gguf import SMOLLM2, gguf_folder
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.layout.tree import plan_tree
-from agentrl.policy.model import Policy
+from agentrl.policy.model import Policy, checkpoint_layers
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
 from benchmarks.result_lines import fields_block
 from tests.support.qwen3 import config_of
@@ -77,7 +78,7 @@ class Row:
     vocab_size: int = 2048
     size: str | None = None
     """Of a published Qwen3, with its vocabulary, or `smollm2` with its weights. None: hidden 256, 4 layers."""
-    precision: str = "float32"
+    precision: Literal["float32", "bfloat16"] = "float32"
     faster: float | None = None
     """The aim: TRL's time over ours."""
     leaner: float | None = None
@@ -230,12 +231,14 @@ class TimedLearner(Learner):
 
 def agentrl_side(task: Task, pipe: Connection) -> None:
     model = make_model(task.row)
-    mixed = "bf16" if task.row.precision == "bfloat16" else "no"
+    config = TrainConfig(max_tokens_per_micro_batch=task.max_tokens, precision=task.row.precision, **task.train)
+    mixed = "bf16" if config.precision == "bfloat16" else "no"
     accelerator = Accelerator(cpu=task.device == "cpu", mixed_precision=mixed)
     layout, message = choose_layout(model.to(accelerator.device), "auto")
     if message:
         print(message)
-    config = TrainConfig(max_tokens_per_micro_batch=task.max_tokens, **task.train)
+    if config.gradient_checkpointing:
+        checkpoint_layers(model, every=int(config.gradient_checkpointing))
     learner = TimedLearner(
         PolicyState(Policy(model, layout=layout), accelerator=accelerator, config=config),
         loss=LossConfig.model_validate(task.loss),
@@ -464,6 +467,30 @@ def measure_bound(task: Task, bound: float) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_copy(task: Task) -> list[dict[str, Any]]:
+    """Compare updates under autocast with those on a rounded copy of the weights; print a row for each case."""
+    print(f"{'checkpointing':>13} {'cast, s':>8} {'copy, s':>8} {'faster':>6} {'processor':>9} {'MiB':>6} {'copy':>6}")
+    rows = []
+    for checkpointing in (False, True):
+        train = task.train | {"gradient_checkpointing": checkpointing}
+        sides: dict[str, tuple[Side, Task]] = {
+            str(copied): (agentrl_side, replace(task, train=train | {"bfloat16_copy": copied}))
+            for copied in (False, True)
+        }
+        found, peaks = take_turns(sides)
+        seconds, cpu_s = (
+            [median(step[key] for step in steps[1:]) for steps in found.values()] for key in ("seconds", "cpu_s")
+        )
+        peak_mib = list(peaks.values())
+        rows.append({"checkpointing": checkpointing, "seconds": seconds, "cpu_s": cpu_s, "peak_mib": peak_mib})
+        print(
+            f"{checkpointing!s:>13} {seconds[0]:>8.2f} {seconds[1]:>8.2f} {seconds[0] / seconds[1]:>6.2f}"
+            f" {cpu_s[0] / cpu_s[1]:>9.2f} {peak_mib[0]:>6.0f} {peak_mib[1]:>6.0f}",
+            flush=True,
+        )
+    return rows
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -477,12 +504,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--gradient_checkpointing", action="store_true", help="TRL's, as by default")
     parser.add_argument("--quick", action="store_true", help="one small row, to see that it works")
     parser.add_argument("--bound", type=float, help="measure the cost of this train.target_kl, in place of TRL")
+    parser.add_argument("--copy", action="store_true", help="measure the gain of train.bfloat16_copy, in place of TRL")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse_options()
-    if options.bound is None:
+    if options.bound is None and not options.copy:
         try:
             import_module("trl")
         except ImportError as error:
@@ -490,12 +518,16 @@ def main() -> None:
     # For the sides: TRL reports its use otherwise, and transformers that it took the tokenizer's special tokens.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     rows = QUICK if options.quick else {name: ROWS[name] for name in options.rows}
+    if options.copy:
+        rows = {name: replace(row, precision="bfloat16") for name, row in rows.items()}
     figures: list[Any] = []
     trained: list[dict[str, Any]] = []
     header = (
         f"{'row':>16} {'device':>6} {'loss gap':>8} {'gradient':>8} {'TRL s':>7} {'agentrl':>7} {'faster':>6} {'(aim)':>6}"
         f" {'TRL MiB':>7} {'agentrl':>7} {'leaner':>6} {'(aim)':>6} {'planning':>8}"
     )
+    if options.copy:
+        header = "gain of train.bfloat16_copy"
     print(header if options.bound is None else f"cost of train.target_kl: {options.bound}")
     for device in options.devices:
         for name, row in rows.items():
@@ -518,6 +550,9 @@ def main() -> None:
                 train = TRAIN | {"max_tokens_per_micro_batch": task.max_tokens, "target_kl": options.bound}
                 if train not in trained:
                     trained.append(train)
+                if options.copy:
+                    figures += measure_copy(task)
+                    continue
                 if options.bound is not None:
                     figures += measure_bound(task, options.bound)
                     continue

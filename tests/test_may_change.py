@@ -31,6 +31,7 @@ MARKED = {
         "train.layout",
     ),
     *("train.max_tokens_per_micro_batch", "train.process_timeout_s", "train.gradient_checkpointing", "train.compile"),
+    "train.bfloat16_copy",
 }
 
 

@@ -516,10 +516,10 @@ def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, in
     train, counted = recipe.train, sizes.weights
     is_half = train.precision == "bfloat16"
     is_sharded = shards > 1
-    is_rounded = _is_rounded(recipe)
+    is_rounded, is_copied = _is_rounded(recipe), train.bfloat16_copy and not is_sharded
     options: dict[str, Any] = {
         "num_tokens": tokens_of_a_pass(recipe),
-        "weights": torch.bfloat16 if is_half and (is_sharded or is_rounded) else torch.float32,
+        "weights": torch.bfloat16 if is_half and (is_sharded or is_rounded or is_copied) else torch.float32,
         "autocast": is_half,
     }
     whole = sizes.kept(**options, checkpointing=False)
@@ -532,7 +532,9 @@ def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, in
     together = _HALF if is_half else _SINGLE  # bytes of each weight that is put together, and of its gradient
     layer, outside = (together * counted.layer, together * counted.outside) if is_sharded else (0, 0)
     copies = 0
-    if is_half and not (is_sharded or is_rounded):
+    if is_copied:
+        copies = _HALF * (counted.trained if is_rounded else counted.total - counted.outside)
+    elif is_half and not (is_sharded or is_rounded):
         copies = _HALF * (counted.total - counted.outside) * num_again // num_layers  # autocast's, until the pass ends
     of_weight = together if is_sharded else _SINGLE
     embedding, head = of_weight * counted.embedding, of_weight * counted.head

@@ -27,12 +27,13 @@ class Seen:
             if isinstance(module, nn.Linear):
                 module.register_forward_pre_hook(self._compare(module.weight, is_first=name.endswith("q_proj")))
 
-    def _compare(self, master: nn.Parameter, *, is_first: bool) -> Any:
-        def compare(module: nn.Module, _: Any) -> None:
-            assert module.weight.dtype == torch.bfloat16
-            assert torch.equal(module.weight, master.to(torch.bfloat16))
-            if is_first and not (self.different and torch.equal(self.different[-1], module.weight)):
-                self.different.append(module.weight.detach().clone())
+    def _compare(self, master: Tensor, *, is_first: bool) -> Any:
+        def compare(module: nn.Linear, _: Any) -> None:
+            weight = module.weight.detach()
+            assert weight.dtype == torch.bfloat16
+            assert torch.equal(weight, master.to(torch.bfloat16))
+            if is_first and not (self.different and torch.equal(self.different[-1], weight)):
+                self.different.append(weight.clone())
 
         return compare
 

@@ -60,7 +60,7 @@ class Case:
     vocab_size: int
     tokens: int
     how: str = ""
-    """Words: checkpointing, bfloat16, adapters, reference (a KL term), vocabulary (a large one), untied (head and embedding),
+    """Words: checkpointing, bfloat16, copy (`bfloat16_copy`), adapters, reference (a KL term), vocabulary (a large one), untied (head and embedding),
     mixture (of 16 experts, 4 for a token), ddp, fsdp; or sampling."""
 
     @property
@@ -97,6 +97,7 @@ class Case:
             "max_tokens_per_micro_batch": self.tokens,
             "gradient_checkpointing": "checkpointing" in words,
             "precision": "bfloat16" if "bfloat16" in words else "float32",
+            "bfloat16_copy": "copy" in words,
             "sharding": "full" if "fsdp" in words else "none",
             "device": "cpu",
         }
@@ -128,6 +129,8 @@ CASES = [
     Case(512, 8, 8192, 1024, "bfloat16"),
     Case(768, 12, 16384, 512, "bfloat16"),
     Case(512, 8, 8192, 1024, "bfloat16 checkpointing"),
+    Case(512, 8, 8192, 1024, "bfloat16 copy"),
+    Case(512, 8, 8192, 1024, "bfloat16 copy checkpointing"),
     Case(512, 8, 8192, 1024, "adapters"),
     Case(768, 12, 16384, 512, "adapters checkpointing"),
     Case(512, 8, 8192, 1024, "adapters bfloat16"),
