@@ -1,6 +1,6 @@
 """Distance of an engine's log-probabilities to the trainer's, on text of the model's own, and the trainer's rounding error.
 
-    python -m benchmarks.agreement MODEL [--engine transformers] [--precision bfloat16] [--seeds 8]
+    python -m benchmarks.agreement MODEL [--engine transformers] [--precision bfloat16] [--copy] [--seeds 8]
 
 MODEL is the name or folder of a Hugging Face model. `train.agreement` follows from it (docs/engines.md).
 """
@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--engine", default="transformers")
     parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("--copy", action="store_true", help="train.bfloat16_copy")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seeds", type=int, default=8)
     options = parser.parse_args()
@@ -36,7 +37,7 @@ def main() -> None:
                 "engine": {"name": options.engine},
                 "credit": {"scheme": "uniform"},
                 "rollout": {"max_turns": 1, "max_context_tokens": 512, "temperature": options.temperature},
-                "train": {"precision": options.precision},
+                "train": {"precision": options.precision, "bfloat16_copy": options.copy},
             }
         )
         print("| seed | engine to trainer, nats | trainer to float32, nats | bound |\n|---|---|---|---|")

@@ -60,8 +60,8 @@ class Case:
     vocab_size: int
     tokens: int
     how: str = ""
-    """Words: checkpointing, bfloat16, copy (`bfloat16_copy`), adapters, reference (a KL term), vocabulary (a large one), untied (head and embedding),
-    mixture (of 16 experts, 4 for a token), ddp, fsdp; or sampling."""
+    """Words: checkpointing, bfloat16, copy (`bfloat16_copy`), adapters, reference (a KL term), vocabulary (a large one), untied
+    (head and embedding), mixture (of 16 experts, 4 for a token), ddp, fsdp; or sampling."""
 
     @property
     def num_processes(self) -> int:
