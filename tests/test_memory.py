@@ -459,6 +459,23 @@ def test_layers_that_are_not_computed_again_keep_everything(tmp_path: Path) -> N
     assert no_layer - all_layers == pytest.approx(27 * a_layer, rel=0.01)  # one is computed again in any case
 
 
+@pytest.mark.slow
+def test_a_rounded_copy_of_the_weights_is_counted_and_leaves_smaller_activations(tmp_path: Path) -> None:
+    def uses(*options: str) -> dict[str, int]:
+        few = ("--engine.name", "vllm", "--train.gradient_checkpointing", "false", *options)
+        return dict(plan_memory(recipe_of("0.6B", tmp_path, *few), gpus=1, memory=80 * GB)[0].uses)
+
+    cast, copied = uses(), uses("--train.bfloat16_copy", "true")
+    in_layers = 596_049_920 - 151_936 * 1024 - 1024  # all but the embedding, which is the head, and the last norm
+    assert copied.pop("layers put together") == 2 * in_layers
+    # Autocast's copies are kept with the activations, and hidden states between layers in float32.
+    assert copied.pop("activations") < cast.pop("activations") - 2 * in_layers
+    assert copied == cast
+    lora = ("--model.lora", "{}")
+    trained = count_weights(Qwen3Config.from_pretrained(tmp_path), LoraSettings()).trained
+    assert uses(*lora, "--train.bfloat16_copy", "true")["layers put together"] == 2 * trained
+
+
 def test_moments_come_back_for_a_weight_at_a_time(tmp_path: Path) -> None:
     folder = folder_of("0.6B", tmp_path, tie_word_embeddings=False)
     few = [

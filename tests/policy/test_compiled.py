@@ -32,13 +32,14 @@ def a_model() -> Any:
 
 
 def gradients(
-    layout: Layout, backend: str | None, *, max_tokens: int, checkpointing: bool
+    layout: Layout, backend: str | None, *, max_tokens: int, checkpointing: bool, **options: Any
 ) -> tuple[Gradient, torch.Tensor]:
     """Return what one minibatch gives, on layers that are compiled by a backend; None: not compiled."""
     model = a_model()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    learner = make_learner(model=model, layout=layout, num_minibatches=1, max_tokens_per_micro_batch=max_tokens)
+    options |= {"num_minibatches": 1, "max_tokens_per_micro_batch": max_tokens}
+    learner = make_learner(model=model, layout=layout, **options)
     if backend is not None:
         compile_layers(learner.state.policy.model, CPU, backend=backend)
     learner.state.wrapped.train()
@@ -72,6 +73,18 @@ def test_a_layer_is_one_graph_for_each_kind_of_pass(
     # Both layers share their graphs: with a gradient and without, for one line and for several (a tree has one line, and
     # its attention lies between graphs of the layer and of its part around it), more in passes that run again.
     assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (graphs, breaks)
+
+
+@pytest.mark.slow
+def test_layers_are_compiled_once_for_all_copies_of_their_weights() -> None:
+    options: dict[str, Any] = {"precision": "bfloat16", "autocast": True, "bfloat16_copy": True, "checkpointing": True}
+    expected, gradient_W = gradients("packed", None, max_tokens=60, **options)
+    torch._dynamo.reset()
+    counters.clear()
+    found, compiled_W = gradients("packed", "aot_eager", max_tokens=60, **options)
+    assert found.stats.loss == pytest.approx(expected.stats.loss, abs=1e-3)
+    assert (compiled_W - gradient_W).norm() < 0.02 * gradient_W.norm()
+    assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (4, 0)
 
 
 @pytest.mark.slow
