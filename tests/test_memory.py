@@ -90,8 +90,8 @@ def test_what_a_run_would_refuse_is_refused_by_its_plan() -> None:
     def plan(*options: str, gpus: int = 1) -> dict[str, int]:
         return dict(plan_memory(load_recipe(None, options), gpus=gpus, memory=80 * GB)[0].uses)
 
-    with pytest.raises(ConfigError, match="vllm runs within one process only"):
-        plan("--engine.name", "vllm", gpus=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: each of 2 .* set engine\.name: vllm_server"):
+        plan("--engine.name", "vllm", "--engine.vllm", "{tensor_parallel_size: 2}", gpus=2)
     with pytest.raises(
         ConfigError, match=r"engine\.vllm\.gpu_memory_utilization: expected a number above 0, got 'high'"
     ):
@@ -112,6 +112,17 @@ def test_groups_that_cannot_be_dealt_out_are_refused_by_a_plan(capsys: pytest.Ca
     with pytest.raises(SystemExit):
         main(["plan", "calculator", "--gpus", "4", "--rollout.num_groups", "6"])
     assert "6 cannot be dealt out to 4 processes" in " ".join(capsys.readouterr().err.split())
+
+
+def test_each_rank_has_memory_for_its_own_vllm() -> None:
+    options = ("--engine.name", "vllm", "--rollout.num_groups", "8", "--rollout.group_size", "6")
+    (one,), (two,) = (plan_memory(load_recipe(None, options), gpus=gpus, memory=80 * GB) for gpus in (1, 2))
+    assert two.count == 2
+    assert one.uses["vLLM"] == two.uses["vLLM"] == 0.4 * 80 * GB
+    assert one.cached_tokens == two.cached_tokens
+    assert (one.live, two.live) == (48, 24)
+    (auto,) = plan_memory(load_recipe(None, options[2:]), gpus=2, memory=80 * GB)  # which takes the other engine
+    assert "vLLM" not in auto.uses
 
 
 @pytest.mark.slow

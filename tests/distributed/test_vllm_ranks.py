@@ -114,5 +114,7 @@ def test_each_rank_samples_its_share_from_the_trained_weights_and_the_run_resume
 def test_one_of_several_ranks_has_no_vllm_on_several_gpus() -> None:
     assert executor_arguments(1, {"tensor_parallel_size": 2}) == {}
     assert executor_arguments(2, {"tensor_parallel_size": 1}) == {"distributed_executor_backend": "external_launcher"}
-    with pytest.raises(ConfigError, match=r"^engine\.vllm\.tensor_parallel_size: each of 2 .* engine\.name: vllm_server"):
+    with pytest.raises(
+        ConfigError, match=r"^engine\.vllm\.tensor_parallel_size: each of 2 .* engine\.name: vllm_server"
+    ):
         executor_arguments(2, {"tensor_parallel_size": 2})

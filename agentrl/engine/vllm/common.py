@@ -101,7 +101,7 @@ def executor_arguments(num_processes: int, given: Mapping[str, Any]) -> dict[str
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if given.get(name, 1) != 1:
             raise ConfigError(
-                f"engine.vllm.{name}: each of {num_processes} training processes has a vLLM on its own GPU alone; remove it, or "
+                f"engine.vllm.{name}: each of {num_processes} training processes has a vLLM on its own GPU; remove it, or "
                 "set engine.name: vllm_server, whose servers have GPUs of their own"
             )
     return {"distributed_executor_backend": "external_launcher"}
