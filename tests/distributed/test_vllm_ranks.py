@@ -11,6 +11,7 @@ import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from agentrl.distributed.processes import num_processes
 from agentrl.engine.vllm.common import executor_arguments, is_installed
 from agentrl.engine.vllm.engine import VLLMConfig, VLLMEngine
 from agentrl.errors import ConfigError
@@ -48,7 +49,7 @@ def trained(recipe: Recipe) -> Trained:
     with build(recipe) as parts:
         assert isinstance(parts.engine, VLLMEngine)
         loop.train(parts)
-        return Trained(
+        found = Trained(
             parts.pool.shard,
             parts.engine.version,
             parts.engine.busy_s,
@@ -56,6 +57,8 @@ def trained(recipe: Recipe) -> Trained:
             parts.policy.model.config,
             {name: tensor.clone() for name, tensor in parts.learner.state.weights()},
         )
+    assert num_processes() == 2  # vLLM has not ended the group of the ranks with its own
+    return found
 
 
 def sampled_alone(config: Any, weights: Mapping[str, Tensor], sample: Sample, recipe: Recipe) -> Completion:
