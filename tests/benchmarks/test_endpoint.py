@@ -73,6 +73,7 @@ def test_programs_that_are_killed_lose_no_episode() -> None:
     assert [found[name] for name in ("sampled_again", "trained_twice", "masked", "lost", "diverged")] == [0] * 5
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_answers_its_programs_from_the_journal(tmp_path: Path) -> None:
     found = kill_trainer("partial", 1, random.Random(0), tmp_path)
     assert found["under_way"] > 0

@@ -139,6 +139,7 @@ def test_no_string_becomes_a_control_token_of_chatml_that_a_foreign_tokenizer_ha
     check(ChatMLConfig().build(made), made, template="<tool_call></tool_call><think></think>", one_by_one=True)
 
 
+@pytest.mark.slow
 @each("piece", PIECES)
 def test_a_key_between_brackets_of_the_template_is_text(piece: str) -> None:
     written = piece.replace("{}", "' ~ key ~ '")

@@ -293,6 +293,7 @@ def test_a_head_reads_the_policy_as_it_is(played: list[Trajectory]) -> None:
     assert np.abs(np.subtract(values_of(after), before)).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_and_loaded_resumes_bit_for_bit(kind: Kind, played: list[Trajectory], tmp_path: Path) -> None:
     policy, trajectories = new_policy(), with_returns(played)
