@@ -481,6 +481,7 @@ def test_moments_come_back_for_a_weight_at_a_time(tmp_path: Path) -> None:
     assert "optimizer" not in uses
 
 
+@pytest.mark.slow
 def test_the_cheapest_recipe_that_fits_is_found(tmp_path: Path) -> None:
     def fit(size: str, memory: int, *options: str, fixed: tuple[str, ...] = ()) -> dict[str, Any] | None:
         recipe = recipe_of(size, tmp_path, *options)

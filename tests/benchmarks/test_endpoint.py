@@ -80,6 +80,7 @@ def test_a_killed_trainer_answers_its_programs_from_the_journal(tmp_path: Path) 
     assert [found[name] for name in ("lost", "diverged", "programs_that_survived")] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_the_same_dialogue_is_played_as_an_environment_and_through_the_endpoint() -> None:
     found = overhead(sessions=4, turns=2, engine_seconds=0.1)
     assert 0 < found["throughput"] < 2

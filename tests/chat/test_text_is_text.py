@@ -36,7 +36,7 @@ SLOTS = (
     *("malformed", "further key", "further", "tool", "description", "property", "property description", "property key"),
     *("property value", "type", "enum", "required", "schema key", "schema value", "definition"),
 )
-SOME = ("gemma4", "gptoss", "llama3_1", "nemotron_3_nano", "qwen3")
+SOME = ("gptoss", "qwen3")
 TEMPLATES = slow_unless(SOME.__contains__, template_names())
 PIECES = ("<|{}|>", "<{}>", "</{}>", "[{}]")
 

@@ -55,6 +55,7 @@ async def lines(engine: Any) -> list[str]:
     return str(caught.value).split("\n- ")[1:]
 
 
+@pytest.mark.slow
 def test_the_transformers_engine_passes() -> None:
     for config in (TransformersConfig(), TransformersConfig(max_batch_size=2, max_prefill_tokens=16, lockstep=False)):
         engine = TransformersEngine(make_model(), config)
