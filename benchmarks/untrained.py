@@ -98,13 +98,13 @@ def _has_call(turn: agentrl.Turn) -> bool:
 def table(lines: Iterable[dict[str, Any]]) -> str:
     """Return the results as a table in Markdown."""
     rows = [
-        "| environment | success [95 %] | reward | turns | with a call | a sound one | cut off |",
-        "|---|---|---|---|---|---|---|",
+        "| environment | episodes | success [95 %] | reward | turns | with a call | a sound one | cut off |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for line in sorted(lines, key=lambda line: (line["temperature"], line["env"])):
         low, high = line["interval"]
         rows.append(
-            f"| {line['env']} | {line['success']:.2f} [{low:.2f}, {high:.2f}] | {line['reward']:.2f} | {line['turns']:.1f} | "
+            f"| {line['env']} | {line['episodes']} | {line['success']:.2f} [{low:.2f}, {high:.2f}] | {line['reward']:.2f} | {line['turns']:.1f} | "
             f"{line['calls']:.0%} | {line['sound_calls']:.0%} | {line['cut_off']:.0%} |"
         )
     return "\n".join(rows)
