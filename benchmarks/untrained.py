@@ -104,8 +104,8 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
     for line in sorted(lines, key=lambda line: (line["temperature"], line["env"])):
         low, high = line["interval"]
         rows.append(
-            f"| {line['env']} | {line['episodes']} | {line['success']:.2f} [{low:.2f}, {high:.2f}] | {line['reward']:.2f} | {line['turns']:.1f} | "
-            f"{line['calls']:.0%} | {line['sound_calls']:.0%} | {line['cut_off']:.0%} |"
+            f"| {line['env']} | {line['episodes']} | {line['success']:.2f} [{low:.2f}, {high:.2f}] | {line['reward']:.2f} | "
+            f"{line['turns']:.1f} | {line['calls']:.0%} | {line['sound_calls']:.0%} | {line['cut_off']:.0%} |"
         )
     return "\n".join(rows)
 
