@@ -23,11 +23,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from agentrl import Credit, StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
+from agentrl.learn.batch import mask_stale
 from agentrl.learn.config import LossConfig, TrainConfig
 from agentrl.learn.health import signs
 from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
 from agentrl.learn.line_search import KLLineSearch
-from agentrl.learn.metrics import MinibatchStats, divergence, first_metrics, mask_stale, rollout_metrics, update_metrics
+from agentrl.learn.metrics import MinibatchStats, divergence, first_metrics, rollout_metrics, update_metrics
 from agentrl.learn.micro_batch_loss import AnchorState
 from agentrl.learn.plan import Planner
 from agentrl.learn.policy_state import PolicyState
