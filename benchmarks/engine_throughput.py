@@ -112,12 +112,12 @@ class OwnLength(StoppingCriteria):
 
 
 def with_generate(model: Any, lengths: np.ndarray[Any, Any]) -> None:
-    for start in range(0, NUM, AT_ONCE):
+    for start in range(0, len(lengths), AT_ONCE):
         generate_batch(model, lengths[start : start + AT_ONCE])
 
 
 def generate_batch(model: Any, lengths: np.ndarray[Any, Any]) -> None:
-    rngs = [np.random.default_rng(index) for index in range(AT_ONCE)]
+    rngs = [np.random.default_rng(index) for index in range(len(lengths))]
     contexts = [rng.integers(5, 250, PROMPT).tolist() for rng in rngs]
     for turn in range(TURNS):
         longest = max(map(len, contexts))

@@ -53,20 +53,20 @@ def settings(env: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure(setting: dict[str, Any], engine: str, dialogues: Path | None) -> dict[str, Any]:
+def measure(setting: dict[str, Any], engine: dict[str, Any], dialogues: Path | None) -> dict[str, Any]:
     """Play the evaluation tasks of an environment; return what came of it."""
     turns, tokens = setting["max_turns"], setting["max_turn_tokens"]
     begun = time.monotonic()
     found = agentrl.evaluate(
         env=setting["env"],
         model=setting["model"],
-        engine={"name": engine},
+        engine=engine,
         rollout={
             "max_turns": turns,
             "max_turn_tokens": tokens,
             "max_episode_tokens": turns * tokens,
             "max_context_tokens": 6144,
-            "max_live_episodes": 16,
+            "max_live_episodes": 32,
             "cut_off": "act",
         },
         evaluation={"num_tasks": setting["episodes"], "temperature": setting["temperature"]},
@@ -98,14 +98,14 @@ def _has_call(turn: agentrl.Turn) -> bool:
 def table(lines: Iterable[dict[str, Any]]) -> str:
     """Return the results as a table in Markdown."""
     rows = [
-        "| environment | success [95 %] | reward | turns | with a call | a sound one | cut off |",
-        "|---|---|---|---|---|---|---|",
+        "| environment | episodes | success [95 %] | reward | turns | with a call | a sound one | cut off |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for line in sorted(lines, key=lambda line: (line["temperature"], line["env"])):
         low, high = line["interval"]
         rows.append(
-            f"| {line['env']} | {line['success']:.2f} [{low:.2f}, {high:.2f}] | {line['reward']:.2f} | {line['turns']:.1f} | "
-            f"{line['calls']:.0%} | {line['sound_calls']:.0%} | {line['cut_off']:.0%} |"
+            f"| {line['env']} | {line['episodes']} | {line['success']:.2f} [{low:.2f}, {high:.2f}] | {line['reward']:.2f} | "
+            f"{line['turns']:.1f} | {line['calls']:.0%} | {line['sound_calls']:.0%} | {line['cut_off']:.0%} |"
         )
     return "\n".join(rows)
 
@@ -119,15 +119,21 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--envs", nargs="*", choices=MAX_TURNS, default=list(MAX_TURNS))
     parser.add_argument("--engine", default="auto")
+    parser.add_argument(
+        "--server", help="address of a vLLM server that `agentrl serve` has started, in place of --engine"
+    )
     parser.add_argument("--dialogues", type=Path, help="folder for what was said")
     parser.add_argument("--tell", action="store_true", help="print the table of the file")
     options = parser.parse_args()
+    engine: dict[str, Any] = {"name": options.engine}
+    if options.server:
+        engine = {"name": "vllm_server", "server": {"url": options.server}}
     for env in () if options.tell else options.envs:
         setting = settings(env, options)
         if any(setting.items() <= line.items() for line in read_lines(options.out)):
             continue
         try:
-            append_line(options.out, measure(setting, options.engine, options.dialogues))
+            append_line(options.out, measure(setting, engine, options.dialogues))
         except UserError as error:  # a package or a sandbox that it needs is missing
             print(f"{env}: {error}")
     print(table(read_lines(options.out)))

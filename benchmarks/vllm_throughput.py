@@ -1,9 +1,11 @@
-"""vLLM in process against the transformers engine, on ragged lengths, by size of the model.
+"""vLLM in process against the transformers engine, on ragged lengths, by size of the model; with a real one, others too.
 
-    python benchmarks/vllm_throughput.py [--repeats 3]
+    python -m benchmarks.vllm_throughput [--repeats 3] [--sizes "0.45 M" "38 M" smollm2]
 
-Both sample the same 256 conversations of three turns (64 for the larger model), 64 at a time, each turn of a length of its
-own (lognormal, as in engine_throughput.py), in turn. Log-probabilities are compared with a plain pass first.
+All sample the same 256 conversations of three turns (64 for the larger models), 64 at a time, each turn of a length of its
+own (lognormal, as in engine_throughput.py), in turn. Log-probabilities are compared with a plain pass first. `smollm2` is
+sampled by transformers' `generate` as well, turn by turn in left-padded batches, and by bare vLLM: a loop around the
+`LLMEngine` that the engine has made, with the same weights, settings and requests and none of the engine's code.
 """
 
 import argparse
@@ -11,67 +13,138 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from agentrl.chat import train_tokenizer
 from agentrl.engine import Engine
 from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine
 from agentrl.engine.vllm.engine import VLLMConfig, VLLMEngine
+from agentrl.models.gguf import SMOLLM2, gguf_folder
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import make_local_model
-from benchmarks.engine_throughput import AT_ONCE, check_equality, ragged_lengths, with_engine
+from benchmarks.engine_throughput import (
+    AT_ONCE,
+    PROMPT,
+    REPLY,
+    check_equality,
+    ragged_lengths,
+    with_engine,
+    with_generate,
+)
 
-SIZES: Mapping[str, tuple[LocalModelConfig, int]] = {
-    "0.45 M": (LocalModelConfig(), 256),
-    "38 M": (
-        LocalModelConfig(hidden_size=512, num_layers=12, num_heads=8, num_kv_heads=4, intermediate_size=1536),
-        64,
-    ),
+SIZES: Mapping[str, LocalModelConfig] = {
+    "0.45 M": LocalModelConfig(),
+    "38 M": LocalModelConfig(hidden_size=512, num_layers=12, num_heads=8, num_kv_heads=4, intermediate_size=1536),
 }
 SPREADS = (0.5, 1.8)
 
 
-def make_model(config: LocalModelConfig) -> Any:
+def make_model(size: str) -> Any:
+    if size == SMOLLM2:
+        folder = gguf_folder(SMOLLM2, field="--sizes")
+        assert folder is not None
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     torch.manual_seed(0)
-    return make_local_model(config, train_tokenizer([], vocab_size=448)).eval()
+    return make_local_model(SIZES[size], train_tokenizer([], vocab_size=448)).eval()
 
 
-def compare(name: str, repeats: int) -> list[dict[str, Any]]:
-    config, num = SIZES[name]
-    model = make_model(config)
+def converse(index: int, turns: list[int]) -> Generator[tuple[list[int], int], list[int]]:
+    """Yield each prompt of a conversation and how many tokens to sample; take the tokens. As `with_engine` does."""
+    rng = np.random.default_rng(index)
+    context = rng.integers(5, 250, PROMPT).tolist()
+    for length in turns:
+        sampled = yield context, length
+        context = context + sampled + rng.integers(5, 250, REPLY).tolist()
+
+
+def with_bare_vllm(llm: Any, lengths: np.ndarray[Any, Any]) -> None:
+    """Play the conversations by vLLM's own loop."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    def ask(name: str, prompt: list[int], length: int) -> None:
+        params = SamplingParams(
+            max_tokens=length,
+            ignore_eos=True,
+            seed=0,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        llm.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
+
+    live: dict[str, Any] = {}
+    todo = iter(range(len(lengths)))
+
+    def begin() -> None:
+        if (index := next(todo, None)) is not None:
+            live[str(index)] = conversation = converse(index, lengths[index].tolist())
+            ask(str(index), *next(conversation))
+
+    for _ in range(AT_ONCE):
+        begin()
+    while live:
+        for output in llm.step():
+            if output.finished:
+                name = output.request_id.partition("-")[0]
+                try:
+                    ask(name, *live[name].send(list(output.outputs[0].token_ids)))
+                except StopIteration:
+                    del live[name]
+                    begin()
+
+
+def compare(size: str, repeats: int) -> list[dict[str, Any]]:
+    num = 256 if size == "0.45 M" else 64
+    model = make_model(size)
     engines: dict[str, Engine] = {
-        "transformers": TransformersEngine(make_model(config), TransformersConfig(max_batch_size=AT_ONCE)),
-        "vllm": VLLMEngine(model, VLLMConfig(max_batch_size=AT_ONCE), max_tokens=2048),
+        "transformers": TransformersEngine(make_model(size), TransformersConfig(max_batch_size=AT_ONCE)),
+        "vllm": (vllm := VLLMEngine(model, VLLMConfig(max_batch_size=AT_ONCE), max_tokens=2048)),
     }
     rows = []
     with asyncio.Runner() as runner:
-        runner.run(engines["vllm"].load_weights(model.state_dict().items(), 0))
+        runner.run(vllm.load_weights(model.state_dict().items(), 0))
+        ways: dict[str, Callable[[np.ndarray[Any, Any]], object]] = {
+            kind: partial(with_engine, engine, runner=runner) for kind, engine in engines.items()
+        }
+        if size == SMOLLM2:
+            ways["generate"] = lambda lengths: with_generate(model, lengths)
+            ways["bare_vllm"] = lambda lengths: vllm._executor.submit(with_bare_vllm, vllm._llm, lengths).result()
         for spread in SPREADS:
             lengths = ragged_lengths(spread)[:num]
-            times: dict[str, list[float]] = {kind: [] for kind in engines}
-            worst = {
-                kind: check_equality(model, with_engine(engine, lengths, runner)) for kind, engine in engines.items()
-            }
+            worst = max(check_equality(model, with_engine(engine, lengths, runner)) for engine in engines.values())
+            times: dict[str, list[float]] = {kind: [] for kind in ways}
             for _ in range(repeats):
-                for kind, engine in engines.items():
+                for kind, sample in ways.items():
+                    runner.run(vllm.load_weights(model.state_dict().items(), 0))  # drops its cache
                     begin = time.perf_counter()
-                    with_engine(engine, lengths, runner)
+                    sample(lengths)
                     times[kind].append(time.perf_counter() - begin)
             tokens = int(lengths.sum())
+            ratios = {"ratio": ("transformers", "vllm")}
+            if size == SMOLLM2:
+                ratios |= {
+                    "transformers_over_generate": ("generate", "transformers"),
+                    "vllm_over_bare": ("bare_vllm", "vllm"),
+                }
             rows.append(
                 {
-                    "model": name,
+                    "model": size,
                     "spread": spread,
                     "p90_over_median": float(np.quantile(lengths, 0.9) / np.median(lengths)),
                     **{f"{kind}_tokens_per_s": tokens / statistics.median(found) for kind, found in times.items()},
-                    "ratio": statistics.median(
-                        t / v for t, v in zip(times["transformers"], times["vllm"], strict=True)
-                    ),
-                    "max_logprob_difference": max(worst.values()),
+                    **{
+                        name: statistics.median(a / b for a, b in zip(times[above], times[below], strict=True))
+                        for name, (above, below) in ratios.items()
+                    },
+                    "max_logprob_difference": worst,
                 }
             )
         for engine in engines.values():
@@ -82,7 +155,7 @@ def compare(name: str, repeats: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--sizes", nargs="*", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="*", choices=[*SIZES, SMOLLM2], default=list(SIZES))
     options = parser.parse_args()
     rows = [row for name in options.sizes for row in compare(name, options.repeats)]
     print(f"{'model':>7} {'spread':>7} {'p90/median':>11} {'transformers tok/s':>19} {'vllm tok/s':>11} {'ratio':>6}")

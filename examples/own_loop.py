@@ -1,4 +1,4 @@
-"""A training loop of one's own: python examples/own_loop.py examples/calculator.yaml --train.steps 20."""
+"""A loop of one's own, without critics, evaluation, checkpoints: python examples/own_loop.py examples/calculator.yaml"""
 
 import asyncio
 import sys

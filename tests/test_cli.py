@@ -162,6 +162,7 @@ def test_installed_credit_schemes_are_listed_with_their_fields(
         assert word in out
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_process_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
     def run(*arguments: str) -> Outcome:
@@ -319,6 +320,7 @@ def test_the_doctor_speaks_briefly_where_contexts_are_short(agentrl: Agentrl) ->
         assert "sampled tokens/s" in out
 
 
+@pytest.mark.slow
 @each(
     ("options", "words"),
     [
@@ -652,6 +654,7 @@ def test_a_finished_run_whose_every_evaluated_episode_failed_says_so(agentrl: Ag
     assert out.splitlines()[0] == "no result on 4 evaluation tasks: every episode of them failed"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_fault_of_the_environment_is_told_once_kept_shown_and_played_again(agentrl: Agentrl, tmp_path: Path) -> None:
     how = ["--env.id", "shop_of_faults:SellsFewThings", "--rollout.max_retries", "0", "--report.rollouts_every", "0"]

@@ -55,6 +55,7 @@ def refused(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_without_a_terminal_it_asks_nothing_and_what_it_writes_trains_at_once(folder: Path) -> None:
     main(["new", "--env", "key_door", *TINY])

@@ -86,6 +86,7 @@ def test_the_tree_has_the_sections_of_a_run() -> None:
     assert sorted(".".join(path) for path, _ in SECTIONS if path) == top
 
 
+@pytest.mark.slow
 @each(("path", "fields"), SECTIONS)
 def test_a_misspelt_field_at_any_level_is_an_error_with_the_nearest_name(
     path: tuple[str, ...], fields: list[str], file: Path
@@ -315,6 +316,7 @@ def test_mistakes_in_credit_are_found_when_the_recipe_is_read(text: str, words: 
     assert message(file, f"credit: {text}") == words
 
 
+@pytest.mark.slow
 @each(
     ("overrides", "path", "value"),
     [

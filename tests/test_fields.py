@@ -165,6 +165,7 @@ def test_the_table_of_algorithms_is_up_to_date(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out in page, "copy what `agentrl algorithms --markdown` prints"
 
 
+@pytest.mark.slow
 @each("path", RECIPES)
 def test_a_shipped_recipe_names_its_schema_and_keeps_to_it(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

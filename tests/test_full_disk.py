@@ -101,6 +101,7 @@ def test_a_full_disk_ends_in_one_message_and_the_run_resumes_with_more(
     assert steps(run) == list(range(7))
 
 
+@pytest.mark.slow
 def test_a_disk_that_the_journal_fills_loses_no_episode(disk: tuple[Path, Resize], tmp_path: Path) -> None:
     folder, resize = disk
     resize(4096)

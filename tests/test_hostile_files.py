@@ -132,7 +132,9 @@ def put(path: Path, data: bytes, check: Callable[[], None]) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("command", ["train", "show", "credit explain", "credit advise"])
+@pytest.mark.parametrize(
+    "command", [pytest.param("train", marks=pytest.mark.slow), "show", "credit explain", "credit advise"]
+)
 @given(data=st.data())
 def test_a_command_on_a_damaged_file_ends_well_or_in_one_line(
     data: st.DataObject, command: str, interrupted: tuple[Parts, RunFolder]

@@ -65,6 +65,7 @@ def test_checking_a_scheme_loads_no_torch() -> None:
     assert "torch" not in loaded_by(script)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_reading_a_recipe_loads_no_machinery_of_models() -> None:
     script = "from agentrl.recipe.config import load_recipe; load_recipe(None, [])"

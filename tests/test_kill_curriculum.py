@@ -106,7 +106,8 @@ def test_in_lockstep_it_takes_the_tasks_of_a_run_that_was_not_killed(tmp_path: P
     assert len(set(trained_on(whole).values())) > 2
 
 
-@pytest.mark.parametrize("kind", ["schedule", pytest.param("curriculum", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["schedule", "curriculum"])
 def test_with_a_journal_it_continues_with_the_tasks_that_were_begun_and_then_with_the_next(
     tmp_path: Path, kind: str
 ) -> None:

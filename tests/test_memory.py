@@ -34,6 +34,7 @@ _LOCAL = ["--engine.name", "transformers", "--model.local.vocab_size", "4096"]
 EXAMPLES = Path(__file__).parents[1] / "examples" / "gpu"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each("name", ARCHITECTURES)
 @each("lora", [None, LoraSettings(rank=2, target_modules=("q_proj",))])
@@ -49,11 +50,9 @@ def test_weights_are_counted_as_a_model_has_them(name: str, lora: LoraSettings |
     assert 0 < counted.layer < counted.total
 
 
+@pytest.mark.slow
 @pytest.mark.process
-@each(
-    "name",
-    [pytest.param(name, marks=[] if name in ("Qwen3", "gpt-oss") else pytest.mark.slow) for name in ARCHITECTURES],
-)
+@each("name", ARCHITECTURES)
 def test_keys_and_values_are_those_of_the_layers_that_have_them(name: str, tmp_path: Path) -> None:
     model = tiny_model(name, vocab_size=97).eval()
     with torch.no_grad():
@@ -66,6 +65,7 @@ def test_keys_and_values_are_those_of_the_layers_that_have_them(name: str, tmp_p
     assert process.uses["keys and values"] / (3 * 512) == num_bytes / 10 > 0
 
 
+@pytest.mark.slow
 @each("family", ["GPT2", "DeepseekV3"])
 def test_keys_and_values_are_counted_where_configurations_name_them_otherwise(family: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -90,8 +90,8 @@ def test_what_a_run_would_refuse_is_refused_by_its_plan() -> None:
     def plan(*options: str, gpus: int = 1) -> dict[str, int]:
         return dict(plan_memory(load_recipe(None, options), gpus=gpus, memory=80 * GB)[0].uses)
 
-    with pytest.raises(ConfigError, match="vllm runs within one process only"):
-        plan("--engine.name", "vllm", gpus=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: each of 2 .* set engine\.name: vllm_server"):
+        plan("--engine.name", "vllm", "--engine.vllm", "{tensor_parallel_size: 2}", gpus=2)
     with pytest.raises(
         ConfigError, match=r"engine\.vllm\.gpu_memory_utilization: expected a number above 0, got 'high'"
     ):
@@ -112,6 +112,17 @@ def test_groups_that_cannot_be_dealt_out_are_refused_by_a_plan(capsys: pytest.Ca
     with pytest.raises(SystemExit):
         main(["plan", "calculator", "--gpus", "4", "--rollout.num_groups", "6"])
     assert "6 cannot be dealt out to 4 processes" in " ".join(capsys.readouterr().err.split())
+
+
+def test_each_rank_has_memory_for_its_own_vllm() -> None:
+    options = ("--engine.name", "vllm", "--rollout.num_groups", "8", "--rollout.group_size", "6")
+    (one,), (two,) = (plan_memory(load_recipe(None, options), gpus=gpus, memory=80 * GB) for gpus in (1, 2))
+    assert two.count == 2
+    assert one.uses["vLLM"] == two.uses["vLLM"] == 0.4 * 80 * GB
+    assert one.cached_tokens == two.cached_tokens
+    assert (one.live, two.live) == (48, 24)
+    (auto,) = plan_memory(load_recipe(None, options[2:]), gpus=2, memory=80 * GB)  # which takes the other engine
+    assert "vLLM" not in auto.uses
 
 
 @pytest.mark.slow
@@ -182,6 +193,7 @@ def test_what_an_engine_takes_in_the_process_is_counted() -> None:
     assert planned == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.slow
 def test_an_update_and_sampling_are_added_up_where_they_are_at_the_same_time() -> None:
     together, apart = (
         plan_memory(load_recipe(None, ["--rollout.mode", mode, *_LOCAL]), gpus=1, memory=0)[0].uses
@@ -277,6 +289,7 @@ def test_the_recipes_train_real_work_and_the_hours_they_say_follow_from_their_fi
         assert f"#SBATCH --nodes={nodes[0]}\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_servers_sample_the_episodes_of_a_step_while_the_others_train(tmp_path: Path) -> None:
     def live(recipe: str, *options: str, gpus: int = 8) -> int:
@@ -293,6 +306,7 @@ def test_servers_sample_the_episodes_of_a_step_while_the_others_train(tmp_path: 
     assert live("qwen3-8b", "--rollout.num_groups", "2") == 3 * 4  # and those of two steps ahead
 
 
+@pytest.mark.slow
 def test_a_plan_warns_of_servers_that_would_idle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model.name_or_path", str(folder_of("8B", tmp_path))]
 
@@ -381,6 +395,7 @@ def test_a_plan_says_what_kept_versions_take(tmp_path: Path) -> None:
     assert "kept_versions: 1000 take 2384.20 GB of the host's memory for each" in " ".join(command.out.split())
 
 
+@pytest.mark.slow
 def test_a_model_is_counted_once_for_all_plans_of_it(tmp_path: Path) -> None:
     given = load_recipe(EXAMPLES / "qwen3-8b.yaml", ["--model.name_or_path", str(folder_of("8B", tmp_path))])
     sizes = model_sizes(given)
@@ -397,6 +412,7 @@ def test_weights_before_an_update_are_in_the_hosts_memory(memory: int, is_there:
     assert (needed[1] > needed[0]) == is_there
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_what_does_not_fit_is_refused_with_the_fields_that_help(tmp_path: Path) -> None:
     model = ["--model.name_or_path", str(folder_of("8B", tmp_path))]
@@ -447,6 +463,7 @@ def test_what_waits_in_the_hosts_memory_is_not_counted(tmp_path: Path) -> None:
     assert sharded == (2 * num + 4 * trained) // 4
 
 
+@pytest.mark.slow
 def test_layers_that_are_not_computed_again_keep_everything(tmp_path: Path) -> None:
     def activations(checkpointing: str) -> int:
         options = ("--train.gradient_checkpointing", checkpointing, "--engine.name", "vllm")
@@ -492,6 +509,7 @@ def test_moments_come_back_for_a_weight_at_a_time(tmp_path: Path) -> None:
     assert "optimizer" not in uses
 
 
+@pytest.mark.slow
 def test_the_cheapest_recipe_that_fits_is_found(tmp_path: Path) -> None:
     def fit(size: str, memory: int, *options: str, fixed: tuple[str, ...] = ()) -> dict[str, Any] | None:
         recipe = recipe_of(size, tmp_path, *options)

@@ -73,6 +73,7 @@ def unexplained(names: set[str]) -> Iterator[str]:
             yield name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, MORE], ids=["default", "more"])
 def test_every_metric_that_a_run_writes_is_explained(tmp_path: Path, changes: dict[str, Any]) -> None:
     run = agentrl.train("calculator", run_dir=tmp_path / "run", quiet=True, overrides=SMALL_OPTIONS, **changes)

@@ -69,6 +69,7 @@ def test_the_same_recipe_trains_a_hugging_face_model(tmp_path: Path) -> None:
     assert all(turn.extends for r in read_records(folder.rollouts()[0]) for turn in r.turns)
 
 
+@pytest.mark.slow
 def test_a_cold_start_on_a_file_of_dialogues_needs_no_oracle(tmp_path: Path) -> None:
     file = tmp_path / "said.jsonl"
     said = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Well."}]
@@ -311,6 +312,7 @@ def test_bfloat16_trains_with_its_own_bound_of_agreement(tmp_path: Path) -> None
     assert all(1e-6 < row["first/engine_difference"] < 0.05 for row in rows[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_rounding_that_changes_the_experts_of_a_mixture_is_no_mismatch(tmp_path: Path) -> None:
     name = hugging_face_folder(tmp_path / "model", rewrites=False)

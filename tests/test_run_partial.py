@@ -48,6 +48,7 @@ def trained_on(folder: RunFolder) -> list[str]:
     return [record.trajectory_id for path in folder.rollouts() for record in read_records(path)]
 
 
+@pytest.mark.slow
 @each("mode", ["partial", "async"])
 def test_no_episode_is_lost_or_trained_on_twice_whenever_the_run_is_interrupted(mode: str, tmp_path: Path) -> None:
     steps = 8
@@ -116,6 +117,7 @@ def test_an_engine_that_keeps_no_cache_over_a_sync_is_refused(tmp_path: Path) ->
         )
 
 
+@pytest.mark.slow
 def test_a_run_resumes_under_another_recipe_in_another_mode(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path, "partial", 6), killed_at=3)
@@ -129,6 +131,7 @@ def test_a_run_resumes_under_another_recipe_in_another_mode(tmp_path: Path) -> N
     assert len(ids) == len(set(ids)) == 2 * 4 + 6 * 3  # two steps were in the checkpoint
 
 
+@pytest.mark.slow
 def test_what_another_recipe_sampled_before_a_kill_is_not_trained_on(tmp_path: Path) -> None:
     def colder(temperature: float) -> Recipe:
         before = settings(tmp_path, "partial", 4)
@@ -160,6 +163,7 @@ def test_a_run_that_has_a_journal_keeps_it_whatever_the_engine(tmp_path: Path) -
     assert _journal(repeats, torch.device("cpu")) is not None
 
 
+@pytest.mark.slow
 def test_settings_that_are_changed_in_the_folder_itself_are_seen(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path, "partial", 6), killed_at=3)
@@ -174,6 +178,7 @@ def test_settings_that_are_changed_in_the_folder_itself_are_seen(tmp_path: Path)
     assert len(trained_on(folder)) == 2 * 4 + 4 * 6  # two steps were in the checkpoint
 
 
+@pytest.mark.slow
 def test_one_process_at_a_time_trains_a_run(tmp_path: Path) -> None:
     train(settings(tmp_path, "partial", 2))
     folder = RunFolder.open(tmp_path / "run")

@@ -78,6 +78,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_each_component_is_a_metric_and_stands_in_records_and_in_what_is_shown(run: Path) -> None:
     folder = RunFolder.open(run / "run")
     rows = folder.metrics()

@@ -1,6 +1,7 @@
 """`agentrl up`: what fails is started again, the run goes on where it was, and nothing is left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -194,6 +195,34 @@ def test_servers_and_trainers_survive_kills_of_each_kind(tmp_path: Path) -> None
     assert all(row["first/engine_difference"] < 1e-4 for row in rows(run)[1:] if "first/engine_difference" in row)
 
 
+@pytest.mark.slow
+def test_servers_of_environments_start_again_under_trainers_that_continue(tmp_path: Path) -> None:
+    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
+    deployment = {"env_servers": 2, "env_workers": 2}
+    recipe.write_text(yaml.safe_dump(RECIPE | {"deployment": deployment}))
+    log = tmp_path / "run-servers" / "environments-1.log"
+    process = Command("up", recipe, "--run_dir", run, "--train.steps", 100_000)
+    try:
+        until(partial(has_step, run, 2), process)
+        (address,) = re.findall(r"serving at (ws://127\.0\.0\.1:\d+) with 2 workers", log.read_text())
+        assert f"- {address}\n" in (run / "config.yaml").read_text()
+        next(each for each in family(process) if address.rpartition(":")[2] in each.cmdline()).kill()
+        until(partial(counts, log, f"serving at {address}", 2), process)
+        step = len(rows(run))
+        until(partial(has_step, run, step + 2), process)
+        assert "environments 1 ended with status -9: starting it again in 1 s\n" in process.out
+        assert ": resuming (" not in process.out
+        everyone = family(process)
+        process.send_signal(signal.SIGINT)
+        process.wait(100)
+        assert psutil.wait_procs(everyone, timeout=30)[1] == []
+        Command("up", run, "--train.steps", len(rows(run))).finish()
+    finally:
+        process.kill()
+    numbers = [row["step"] for row in rows(run)]
+    assert numbers == list(range(len(numbers)))
+
+
 STUBS = {
     "scontrol": 'for number in 0 1 2 3; do echo "node$number"; done',
     "srun": 'while [ "${1#--}" != "$1" ]; do echo "$1" >> srun.log; shift; done; SLURM_PROCID=1 exec "$@"',
@@ -247,5 +276,7 @@ def test_a_batch_file_is_for_as_many_nodes_as_there_are_processes_for(capsys: py
     deployment = DeploymentConfig(trainers=6, servers=2)
     with pytest.raises(ConfigError, match="take 2 nodes of 8 GPUs, got 3"):
         batch_file("job", ("a.yaml",), deployment, run_dir="run", nodes=3, gpus_per_node=8)
+    with pytest.raises(ConfigError, match=r"^deployment\.env_servers: .* on one node only"):
+        batch_file("job", ("a.yaml",), DeploymentConfig(env_servers=1), run_dir="run", nodes=2, gpus_per_node=8)
     main(["up", "calculator", "--slurm", "--train.steps", "9"])
     assert "exec srun --ntasks=1 agentrl up calculator --train.steps 9" in capsys.readouterr().out

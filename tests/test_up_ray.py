@@ -1,5 +1,6 @@
 """`agentrl up --ray` on a real cluster of several nodes, each at an address of its own: members end and return elsewhere."""
 
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from agentrl.cli import main
 from agentrl.engine.vllm.common import is_installed
@@ -123,6 +126,43 @@ def test_a_server_whose_node_is_lost_starts_on_another_and_trainers_resume_with_
             assert "the trainers ended with status" in process.out
             everyone = members(tmp_path / "run") + members(recipe)
             assert len(everyone) > 4
+            process.kill()  # nothing outlives it, however it ends
+            assert psutil.wait_procs(everyone, timeout=60)[1] == []
+        finally:
+            process.kill()
+    numbers = [row["step"] for row in rows(run)]
+    assert numbers == list(range(len(numbers)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_environments_are_actors_that_move_to_another_node_with_their_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
+    monkeypatch.delenv("AGENTRL_ENV_TOKEN", raising=False)
+    recipe.write_text(yaml.safe_dump(RECIPE | {"deployment": {"env_servers": 1, "env_workers": 1}}))
+    log = tmp_path / "run-servers" / "environments-0.log"
+    with cluster(monkeypatch, "127.0.0.3", "127.0.0.4") as found:
+        refused = Command("up", "--ray", recipe, "--run_dir", run, "--deployment.env_workers", 2)
+        assert "deployment.env_workers: 2 is more than the 1 CPUs of the largest node" in refused.wait(100)
+        process = Command("up", "--ray", recipe, "--run_dir", run, "--train.steps", 100_000)
+        try:
+            until(partial(has_step, run, 2), process)
+            found.add_node(num_cpus=1, node_ip_address="127.0.0.5")
+            (address,) = re.findall(r"serving at ws://(\S+) with 1 workers", log.read_text())
+            with pytest.raises(InvalidStatus, match="401"):  # who is no member lacks the token
+                connect(f"ws://{address}/status")
+            serving = members(recipe, "env-serve")
+            assert "Actor" in " ".join(serving[0].parent().cmdline())
+            lost = next(node for node in found.worker_nodes if address.startswith(f"{node.node_ip_address}:"))
+            found.remove_node(lost, allow_graceful=False)
+            until(lambda: log.read_text().count("serving at ws://127.0.0.5:") == 1, process)
+            step = len(rows(run))
+            until(partial(has_step, run, step + 2), process)
+            assert "the trainers ended with status" in process.out
+            everyone = members(run) + members(recipe)
+            assert len(everyone) > 3
             process.kill()  # nothing outlives it, however it ends
             assert psutil.wait_procs(everyone, timeout=60)[1] == []
         finally:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agentrl.rollout.env_driver import Env
 
 
-_ENV = "an installed name, module:Class, a Gymnasium id, or a recipe"
+_ENV = "an installed name, module:Class, a Gymnasium id, a recipe, or a run's folder"
 _OVERRIDING = "fields of the recipe can be given as options, such as --env.options.num_boxes 6"
 
 
@@ -155,8 +155,8 @@ def _recipe(env: str, rest: list[str]) -> "Recipe":
     """Return the recipe that is named, or the default one with the environment that is."""
     from agentrl.recipe.config import load_recipe
 
-    if env.endswith((".yaml", ".yml")):
-        recipe = load_recipe(Path(env), rest)
+    if env.endswith((".yaml", ".yml")) or (Path(env) / "config.yaml").is_file():
+        recipe, _ = load(env, rest)
         _check_has_env(recipe, f"`agentrl agent try {env}` plays a task with it")
         return recipe
     return load_recipe(None, [f"--env.id={env}", *rest])

@@ -6,9 +6,10 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import psutil
@@ -209,7 +210,7 @@ def _keep_up(server: Server, *, max_restarts: int, say: Callable[[str], object])
             raise TrainingError(f"{server.name} does not start: {server.last_words()}")
         wait_s = min(_LONGEST_WAIT_S, 2.0 ** (server.failures - 1))
         server.next_start = time.monotonic() + wait_s
-        say(f"{server.name} ended with status {status}: starting it again in {wait_s:g} s; a weight sync fills it")
+        say(f"{server.name} ended with status {status}: starting it again in {wait_s:g} s")
     if not server.is_running and time.monotonic() >= server.next_start:
         server.start()
 
@@ -217,9 +218,10 @@ def _keep_up(server: Server, *, max_restarts: int, say: Callable[[str], object])
 class _Actor:
     """An actor that runs one process on its node, once. The process is interrupted if the actor ends, however that ends."""
 
-    def __init__(self, name: str, log: Path, here: Path) -> None:
+    def __init__(self, name: str, log: Path, here: Path, environment: Mapping[str, str]) -> None:
         self._name = name
         self._log, self._here = log, here
+        os.environ.update(environment)
 
     def start(self, arguments: Sequence[str], former: tuple[str, int] | None) -> tuple[str, int]:
         """Start the process, and return its address: the former one if that was on this node, as soon as it is free.
@@ -275,13 +277,22 @@ def _free_port(host: str, port: int) -> int:
 class RayMember(Server):
     """A process on a node of a Ray cluster. Each start makes an actor, which Ray places where there is room by then."""
 
-    def __init__(self, name: str, log: Path, options: dict[str, Any], *, echo: IO[bytes] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        log: Path,
+        options: dict[str, Any],
+        *,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        echo: IO[bytes] | None = None,
+    ) -> None:
         """Start nothing yet.
 
         Args:
             name: for messages.
             log: file for its output, which all nodes see.
             options: those of its actors: what they need, and where.
+            environment: further variables of its process.
             echo: file of this process to which its output is copied.
         """
         super().__init__(name)
@@ -290,7 +301,7 @@ class RayMember(Server):
         self.address: tuple[str, int] | None = None
         """Host and port. None: it had no place yet."""
         self._log, self._echo = log, echo
-        self._options = options
+        self._options, self._environment = options, dict(environment)
         self._actor: Any = None
         self._begins: Any = None
         self._has_served = False
@@ -306,7 +317,8 @@ class RayMember(Server):
         import ray
 
         self._has_served = False
-        self._actor = ray.remote(_Actor).options(**self._options).remote(self.name, self._log, Path.cwd())
+        actor = ray.remote(_Actor).options(**self._options)
+        self._actor = actor.remote(self.name, self._log, Path.cwd(), self._environment)
         self._begins = self._actor.start.remote(self.arguments, self.address)
 
     def has_begun(self, *, timeout_s: float | None = 0) -> bool:
@@ -412,7 +424,7 @@ class RayTrainers(Member):
         Args:
             machines: the trainers of each node.
             servers: all servers.
-            arguments: returns those of `agentrl`, from options of `agentrl launch` and the servers' URLs.
+            arguments: returns those of `agentrl`, from options of `agentrl launch` and the servers' addresses.
             num_processes: trainers in all.
             run_dir: folder of the run.
         """
@@ -420,7 +432,7 @@ class RayTrainers(Member):
         self._machines, self._servers = machines, servers
         self._arguments, self._num = arguments, num_processes
         self._run_dir = run_dir
-        self._urls: list[str] = []
+        self._addresses: list[str] = []
         self._statuses: list[int] = []
 
     @property
@@ -435,11 +447,11 @@ class RayTrainers(Member):
         if self._run_dir.is_dir():
             with RunFolder(self._run_dir).lock(timeout_s=_END_S):
                 pass  # what a lost actor ran ends by itself
-        self._statuses, self._urls = [], self._current_urls()
+        self._statuses, self._addresses = [], self._current_addresses()
         host, port = OWN_HOST, OWN_PORT
         for number, machine in enumerate(self._machines):
             where = ["--machines", str(len(self._machines)), "--machine", str(number), "--host", host, "--port", port]
-            machine.arguments = self._arguments(["--processes", str(self._num), *where], self._urls)
+            machine.arguments = self._arguments(["--processes", str(self._num), *where], self._addresses)
             machine.start()
             if number == 0:
                 with suppress(RayActorError):  # which poll() reports
@@ -449,7 +461,7 @@ class RayTrainers(Member):
     def poll(self) -> int | None:
         """Return the exit status of the first that failed, when all have ended; one that fails ends the others."""
         self._statuses += [status for machine in self._machines if (status := machine.poll()) is not None]
-        if any(self._statuses) or self._urls != self._current_urls():
+        if any(self._statuses) or self._addresses != self._current_addresses():
             self.interrupt()
         if self.is_running or not self._statuses:
             return None
@@ -465,5 +477,5 @@ class RayTrainers(Member):
         for machine in self._machines:
             machine.end()
 
-    def _current_urls(self) -> list[str]:
-        return ["http://{}:{}".format(*server.address) for server in self._servers if server.address is not None]
+    def _current_addresses(self) -> list[str]:
+        return ["{}:{}".format(*server.address) for server in self._servers if server.address is not None]

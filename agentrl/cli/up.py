@@ -2,18 +2,20 @@
 
 import argparse
 import math
+import os
+import secrets
 import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from string import Template
 from typing import IO, TYPE_CHECKING, TypeAlias
 
-from agentrl.api.target import load, name_of
+from agentrl.api.target import find, load, name_of
 from agentrl.cli.commands import OVERRIDING, Commands
 from agentrl.cli.members import OWN_HOST, OWN_PORT, LocalMember, Member, RayMember, RayTrainers, Server, watch
 from agentrl.errors import ConfigError
@@ -25,9 +27,9 @@ if TYPE_CHECKING:
 
 _FIRST_PORT, _RENDEZVOUS = 8000, 29500
 Serving: TypeAlias = Callable[[int, Sequence[str]], list[str]]
-"""Returns the arguments of a server, from its number and the servers' URLs."""
+"""Returns the arguments of a server, from its number and the addresses of all."""
 Training: TypeAlias = Callable[[Sequence[str], Sequence[str]], list[str]]
-"""Returns the arguments of trainers, from options of `agentrl launch` and the servers' URLs."""
+"""Returns the arguments of trainers, from options of `agentrl launch` and the servers' addresses."""
 
 
 def add(commands: Commands) -> None:
@@ -61,12 +63,23 @@ def _up(options: argparse.Namespace, rest: list[str]) -> None:
     assert recipe.run_dir is not None
     folder, console = recipe.run_dir, Console(soft_wrap=True)
 
-    def serving(index: int, urls: Sequence[str]) -> list[str]:
-        return ["serve", str(options.target), "--server", str(index), *rest, *deployment.engine_options(urls)]
+    environment = {}
+    if deployment.env_servers:
+        from agentrl.env.remote import TOKEN
 
-    def training(launching: Sequence[str], urls: Sequence[str]) -> list[str]:
+        environment[TOKEN] = os.environ.setdefault(TOKEN, secrets.token_urlsafe())
+
+    def serving(index: int, addresses: Sequence[str]) -> list[str]:
+        if index < deployment.servers:
+            engines = deployment.options(addresses[: deployment.servers])
+            return ["serve", str(options.target), "--server", str(index), *rest, *engines]
+        host, _, port = addresses[index].rpartition(":")
+        where = ["--workers", str(deployment.env_workers), "--host", host, "--port", port]
+        return ["env-serve", str(find(options.target)), *where, *rest]
+
+    def training(launching: Sequence[str], addresses: Sequence[str]) -> list[str]:
         how = ["train"] if deployment.trainers == 1 else ["launch", *launching]
-        given = [*rest, *deployment.engine_options(urls)]
+        given = [*rest, *deployment.options(addresses)]
         if (folder / "config.yaml").is_file():
             return [*how, str(folder), *given]
         return [*how, str(options.target), *given, "--run_dir", str(folder)]
@@ -76,7 +89,10 @@ def _up(options: argparse.Namespace, rest: list[str]) -> None:
         servers: Sequence[Server]
         trainers: Member
         if options.ray:
-            servers, trainers = on_ray(deployment, serving, training, run_dir=folder, logs=logs, say=console.print)
+            folders = {"run_dir": folder, "logs": logs}
+            servers, trainers = on_ray(
+                deployment, serving, training, environment=environment, say=console.print, **folders
+            )
         else:
             servers, trainers = _here(deployment, serving, training, logs=logs, stack=stack)
         # Ray has set signals too.
@@ -96,15 +112,20 @@ def _here(
     """Return servers and trainers on the GPUs of this machine."""
     from agentrl.compare.runner import visible_gpus
 
-    urls = [f"http://127.0.0.1:{port}" for port in _free_ports(deployment.servers)]
+    names = deployment.server_names
+    addresses = [f"127.0.0.1:{port}" for port in _free_ports(len(names))]
     gpus = _divided(visible_gpus(), deployment)
     servers = []
-    for index in range(deployment.servers):
+    for index, name in enumerate(names):
         logs.mkdir(parents=True, exist_ok=True)
-        log = stack.enter_context((logs / f"{index}.log").open("ab"))
-        servers.append(LocalMember(f"server {index}", partial(serving, index, urls), log, gpus=gpus[1 + index]))
-    arguments = partial(training, ["--processes", str(deployment.trainers)], urls)
+        log = stack.enter_context(_log_file(logs, name).open("ab"))
+        servers.append(LocalMember(name, partial(serving, index, addresses), log, gpus=gpus[1 + index]))
+    arguments = partial(training, ["--processes", str(deployment.trainers)], addresses)
     return servers, LocalMember("the trainers", arguments, sys.stdout.buffer, gpus=gpus[0])
+
+
+def _log_file(logs: Path, name: str) -> Path:
+    return logs / f"{name.removeprefix('server ').replace(' ', '-')}.log"
 
 
 def _without_run_dir(words: Sequence[str]) -> list[str]:
@@ -126,19 +147,20 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _divided(gpus: Sequence[str], deployment: "DeploymentConfig") -> list[Sequence[str] | None]:
-    """Return the GPUs of the trainers, and of each server. None: there are none.
+    """Return the GPUs of the trainers, and of each server; none for environments. None: there are none.
 
     Raises:
         ConfigError: if there are too few.
     """
     num, each = deployment.trainers, deployment.tensor_parallel
     if not gpus:
-        return [None] * (1 + deployment.servers)
+        return [None] * (1 + len(deployment.server_names))
     if (needed := num + deployment.servers * each) > len(gpus):
         raise ConfigError(
             f"deployment: needs {needed} GPUs, and this machine has {len(gpus)}; lower trainers or servers"
         )
-    return [gpus[:num], *(gpus[num + index * each :][:each] for index in range(deployment.servers))]
+    engines = [gpus[num + index * each :][:each] for index in range(deployment.servers)]
+    return [gpus[:num], *engines, *[()] * deployment.env_servers]
 
 
 def on_ray(
@@ -148,9 +170,12 @@ def on_ray(
     *,
     run_dir: Path,
     logs: Path,
+    environment: Mapping[str, str],
     say: Callable[[str], object],
 ) -> tuple[list[RayMember], RayTrainers]:
     """Return servers and trainers that a Ray cluster places on its nodes: on GPUs, or on cores if it has no GPU.
+
+    Environments take cores.
 
     Args:
         deployment: numbers of processes.
@@ -158,6 +183,7 @@ def on_ray(
         training: returns the arguments of trainers.
         run_dir: the run's folder.
         logs: folder for their output.
+        environment: further variables of all of them.
         say: prints a message.
 
     Raises:
@@ -175,29 +201,35 @@ def on_ray(
         raise ConfigError("--ray: found no cluster; begin one with `ray start --head`, or set RAY_ADDRESS") from error
     found = ray.cluster_resources()
     kind = "GPU" if found.get("GPU") else "CPU"
-    largest = max(node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"])
-    num, each = deployment.trainers, deployment.tensor_parallel
-    if each > largest:
-        raise ConfigError(
-            f"deployment.tensor_parallel: {each} is more than the {largest:g} {kind}s of the largest node"
-        )
-    machines = next(count for count in range(1, num + 1) if num % count == 0 and num // count <= largest)
-    needs = [num // machines] * machines + [each] * deployment.servers
-    if (needed := sum(needs)) > found[kind]:
-        say(f"waiting for {needed} {kind}s: the cluster has {found[kind]:g}")
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    largest = {each: max(node.get(each, 0) for node in nodes) for each in ("CPU", "GPU")}
+    num, names = deployment.trainers, deployment.server_names
+    serve = [("tensor_parallel", kind, deployment.tensor_parallel)] * deployment.servers
+    serve += [("env_workers", "CPU", deployment.env_workers)] * deployment.env_servers
+    for field, each, need in serve:
+        if need > largest[each]:
+            raise ConfigError(
+                f"deployment.{field}: {need} is more than the {largest[each]:g} {each}s of the largest node"
+            )
+    machines = next(count for count in range(1, num + 1) if num % count == 0 and num // count <= largest[kind])
+    needs = [{kind: num // machines}] * machines + [{each: need} for _, each, need in serve]
+    for each in largest:
+        if (needed := sum(need.get(each, 0) for need in needs)) > found.get(each, 0):
+            say(f"waiting for {needed} {each}s: the cluster has {found.get(each, 0):g}")
     logs.mkdir(parents=True, exist_ok=True)
-    group = placement_group([{kind: need} for need in needs], strategy="PACK")
+    group = placement_group(needs, strategy="PACK")
     ray.get(group.ready())
 
     def member(name: str, bundle: int, echo: IO[bytes] | None = None) -> RayMember:
-        options = {f"num_{each.lower()}s": needs[bundle] * (each == kind) for each in ("CPU", "GPU")}
+        options = {f"num_{each.lower()}s": needs[bundle].get(each, 0) for each in ("CPU", "GPU")}
         place = PlacementGroupSchedulingStrategy(group, bundle)
-        log = logs / f"{name.removeprefix('server ')}.log"
-        return RayMember(name, log, {**options, "scheduling_strategy": place}, echo=echo)
+        return RayMember(
+            name, _log_file(logs, name), {**options, "scheduling_strategy": place}, environment=environment, echo=echo
+        )
 
-    servers = [member(f"server {index}", machines + index) for index in range(deployment.servers)]
+    servers = [member(name, machines + index) for index, name in enumerate(names)]
     for index, server in enumerate(servers):
-        server.arguments = serving(index, [f"http://{OWN_HOST}:{OWN_PORT}"] * len(servers))
+        server.arguments = serving(index, [f"{OWN_HOST}:{OWN_PORT}"] * len(servers))
     trainers = [member(f"trainers-{machine}", machine, sys.stdout.buffer) for machine in range(machines)]
     return servers, RayTrainers(trainers, servers, training, num_processes=num, run_dir=run_dir)
 
@@ -235,6 +267,10 @@ def batch_file(
 """
     if nodes == 1:
         return f"{head}exec srun --ntasks=1 agentrl up {shlex.join(command)}\n"
+    if deployment.env_servers:
+        raise ConfigError(
+            "deployment.env_servers: with --slurm on one node only; start `agentrl env-serve` and set env.servers"
+        )
     if each > gpus_per_node:
         raise ConfigError(f"deployment.tensor_parallel: {each} is more than --gpus-per-node: {gpus_per_node}")
     a_node, num_training = gpus_per_node // each, math.ceil(num / gpus_per_node)
@@ -245,13 +281,13 @@ def batch_file(
             f"{gpus_per_node} GPUs, got {nodes}"
         )
     places = [(num_training + index // a_node, index % a_node) for index in range(deployment.servers)]
-    urls = ", ".join(f"http://${{hosts[{node}]}}:{_FIRST_PORT + slot}" for node, slot in places)
+    addresses = [f"${{hosts[{node}]}}:{_FIRST_PORT + slot}" for node, slot in places]
     serving = "\n".join(
         f'serve {index} "${{hosts[{node}]}}" {",".join(map(str, range(slot * each, (slot + 1) * each)))} &'
         for index, (node, slot) in enumerate(places)
     )
     target, *rest = command
-    engine = " ".join(f'"{word}"' for word in deployment.engine_options([urls] if places else []))
+    engine = " ".join(f'"{word}"' for word in deployment.options(addresses))
     return head + Template(_SCRIPT).substitute(
         given=f"{engine} {shlex.join(rest)}",
         run=run_dir,

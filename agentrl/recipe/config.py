@@ -56,16 +56,30 @@ class DeploymentConfig(BaseModel):
     """vLLM servers. 0: the engine is the recipe's."""
     tensor_parallel: Count = 1
     """GPUs of each server."""
+    env_servers: AmountOrZero = 0
+    """Servers of environments (`agentrl env-serve`). 0: episodes play where `env` says."""
+    env_workers: Count = 8
+    """Processes in which each of these plays; on Ray each takes a core."""
     max_restarts: AmountOrZero = 3
     """Times that the trainers are resumed after a failure; and that a server may fail in a row before it serves."""
 
-    def engine_options(self, urls: Sequence[str]) -> list[str]:
-        """Return the options of a recipe whose servers have these addresses. None: its engine stays."""
-        if not urls:
-            return []
-        found = ["--engine.name", "vllm_server", "--engine.server.url", f"[{', '.join(urls)}]"]
-        if self.tensor_parallel > 1:
+    @property
+    def server_names(self) -> list[str]:
+        """Names of all servers: vLLM's, then those of environments."""
+        engines = [f"server {index}" for index in range(self.servers)]
+        return engines + [f"environments {index}" for index in range(self.env_servers)]
+
+    def options(self, addresses: Sequence[str]) -> list[str]:
+        """Return the options of a recipe whose servers have these addresses, `HOST:PORT`, in the order of their names."""
+        engines, envs = addresses[: self.servers], addresses[self.servers :]
+        found = []
+        if engines:
+            urls = ", ".join(f"http://{address}" for address in engines)
+            found += ["--engine.name", "vllm_server", "--engine.server.url", f"[{urls}]"]
+        if engines and self.tensor_parallel > 1:
             found += ["--engine.vllm.tensor_parallel_size", str(self.tensor_parallel)]
+        if envs:
+            found += ["--env.servers", f"[{', '.join(f'ws://{address}' for address in envs)}]"]
         return found
 
 
@@ -301,7 +315,7 @@ def load_recipe(
 def deployed(recipe: Recipe) -> Recipe:
     """Return a recipe with the engine that `agentrl up` gives it: as many servers as its section `deployment` has."""
     deployment = recipe.deployment
-    options = deployment.engine_options([f"http://127.0.0.1:{8000 + index}" for index in range(deployment.servers)])
+    options = deployment.options([f"127.0.0.1:{8000 + index}" for index in range(deployment.servers)])
     return load_recipe(recipe.model_dump(mode="json"), options) if options else recipe
 
 

@@ -406,6 +406,10 @@ class DeploymentSection(TypedDict, total=False):
     r"""vLLM servers. 0: the engine is the recipe's."""
     tensor_parallel: int
     r"""GPUs of each server."""
+    env_servers: int
+    r"""Servers of environments (`agentrl env-serve`). 0: episodes play where `env` says."""
+    env_workers: int
+    r"""Processes in which each of these plays; on Ray each takes a core."""
     max_restarts: int
     r"""Times that the trainers are resumed after a failure; and that a server may fail in a row before it serves."""
 

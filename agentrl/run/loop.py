@@ -15,8 +15,9 @@ import torch
 
 from agentrl.credit import Credit, assign_credit
 from agentrl.distributed.processes import all_gather, from_rank_zero, is_main, naming_absent_ranks, to_rank_zero
+from agentrl.learn.batch import fraction_too_old, mask_stale
 from agentrl.learn.interrupt import run_until
-from agentrl.learn.metrics import fraction_too_old, mask_stale, process_metrics, rollout_metrics
+from agentrl.learn.metrics import process_metrics, rollout_metrics
 from agentrl.learn.rewarding import kl_metrics, reward_groups, subtract_kl
 from agentrl.report.folder import RunFolder
 from agentrl.run.build import Parts, warn_of_move

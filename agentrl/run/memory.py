@@ -26,7 +26,7 @@ from agentrl.chat import local_folder
 from agentrl.credit import load_credit
 from agentrl.engine.batched import BatchedConfig
 from agentrl.engine.transformers.engine import MAX_MASK, SAMPLING_BYTES
-from agentrl.engine.vllm.common import check_one_process, check_reloadable, is_reloadable
+from agentrl.engine.vllm.common import check_reloadable, executor_arguments, is_reloadable
 from agentrl.engine.vllm.engine import VLLMConfig
 from agentrl.errors import ConfigError
 from agentrl.models.auto_classes import auto_class, freeze_towers, head_size, layer_configs, name_body, with_layers
@@ -403,7 +403,7 @@ def plan_memory(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None =
             f"engine.server.url: {len(servers)} servers of {parallel} GPUs leave none of {gpus} to train on"
         )
     if engine.name == "vllm":
-        check_one_process(num_training)
+        executor_arguments(num_training, engine.vllm)
     sizes = model_sizes(recipe) if sizes is None else sizes
     if engine.name in ("vllm", "vllm_server"):
         check_reloadable(sizes.config)
@@ -466,8 +466,9 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
         * _SINGLE
         * tile_elements(is_gpu=train.device != "cpu"),
     }
-    by_vllm = bool(memory) and num_processes == 1 and isinstance(recipe.engine, VLLMConfig)
-    by_vllm = by_vllm and is_reloadable(sizes.config)  # else `auto` takes the other engine
+    by_vllm = bool(memory) and isinstance(recipe.engine, VLLMConfig)
+    # Else `auto` takes the other engine.
+    by_vllm &= recipe.engine.name == "vllm" or (num_processes == 1 and is_reloadable(sizes.config))
     sampling = {"a pass of sampling": 0 if by_vllm else _sampling_pass(recipe, sizes, num_processes)}
     vllm = {"vLLM": _vllm(recipe, memory, _VLLM_SHARE)} if by_vllm else {}
     at_other_times = [held | moments] if is_sharded else []  # at a checkpoint

@@ -101,6 +101,7 @@ def test_the_end_of_a_process_is_no_failure_of_those_beside(make: Make) -> None:
     assert kinds[0] != kinds[1]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_blocked_is_killed_once_one_of_its_tasks_is_given_up(make: Make) -> None:
     workers = make()
     (pid,) = play(workers, {"looks": 1})

@@ -76,6 +76,7 @@ def test_the_seed_says_which_task_is_played_whatever_the_run_is_evaluated_with(r
     assert [shown(1), shown(2)] == before
 
 
+@pytest.mark.slow
 def test_the_environment_that_is_asked_for_is_played_in_and_not_the_one_that_the_run_is_evaluated_in(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def call(function: object) -> dict[str, object]:
     return {"tool_calls": [{"type": "function", "function": function}]}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each("message", [{"content": 5}, {"tool_calls": "look"}, {"tool_calls": [1]}, call(None), call({"name": 5})])
 def test_what_an_endpoint_answers_may_be_no_message(message: dict[str, object], url: str) -> None:
@@ -61,6 +62,7 @@ def test_an_odd_message_of_an_endpoint_is_played(message: dict[str, object], url
     assert len(agentrl.play("key_door", json.dumps(message), endpoint=url, max_turns=2).rewards) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_seed_says_which_row_of_a_table_is_played_by_a_run_and_by_an_endpoint(url: str, tmp_path: Path) -> None:
     rows = [{"prompt": f"{number}?", "answer": "x"} for number in range(40)]

@@ -101,6 +101,7 @@ class Capturing(KeyDoor):
         return super().reset(**options)
 
 
+@pytest.mark.slow
 def test_an_environment_that_replaces_the_standard_streams_hides_nothing_of_a_run(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +128,7 @@ class Leaving(KeyDoor):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_process_that_an_environment_ends_is_told_of_by_the_next_command(here: Path) -> None:
     (here / "leaving.py").write_text(LEAVING)

@@ -253,6 +253,7 @@ def test_naming_another_environment_or_scheme_drops_the_options_of_the_former() 
     assert (recipe.env.options, recipe.credit) == ({}, {"scheme": "uniform"})
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_scripts_find_modules_of_the_working_directory_unless_it_is_a_runs(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
@@ -351,6 +352,7 @@ def test_a_run_is_named_after_its_recipe_or_else_after_its_environment() -> None
     assert name(None, env="agentrl/Bisect-v0") == "agentrl-Bisect-v0"
 
 
+@pytest.mark.slow
 def test_an_agent_is_a_function_with_a_list_of_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 

@@ -73,12 +73,14 @@ def test_programs_that_are_killed_lose_no_episode() -> None:
     assert [found[name] for name in ("sampled_again", "trained_twice", "masked", "lost", "diverged")] == [0] * 5
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_answers_its_programs_from_the_journal(tmp_path: Path) -> None:
     found = kill_trainer("partial", 1, random.Random(0), tmp_path)
     assert found["under_way"] > 0
     assert [found[name] for name in ("lost", "diverged", "programs_that_survived")] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_the_same_dialogue_is_played_as_an_environment_and_through_the_endpoint() -> None:
     found = overhead(sessions=4, turns=2, engine_seconds=0.1)
     assert 0 < found["throughput"] < 2

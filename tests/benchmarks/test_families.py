@@ -58,6 +58,7 @@ def test_the_same_family_gives_the_same_tokenizer() -> None:
     assert family_tokenizer("qwen3").chat_template != family_tokenizer("qwen3_8").chat_template
 
 
+@pytest.mark.slow
 def test_qwen_s_own_vocabulary_encodes_as_tiktoken_does() -> None:
     if importlib.util.find_spec("dashscope") is None:
         pytest.skip("without dashscope: pip install --no-deps --requirement requirements-families.txt")

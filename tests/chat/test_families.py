@@ -225,6 +225,7 @@ def _played(renderer: FamilyRenderer, rng: random.Random, template: str) -> Iter
         before = whole
 
 
+@pytest.mark.slow
 @each("template", PROVEN_SOME)
 def test_contexts_are_those_of_the_template_where_it_leaves_history_alone(template: str) -> None:
     renderer, tokenizer = found(template), family_tokenizer(template)
@@ -265,6 +266,7 @@ def test_nothing_that_is_sampled_makes_it_raise_or_call_what_was_not_written(tem
             assert call["function"]["name"] in text
 
 
+@pytest.mark.slow
 @each("template", ["qwen3", "qwen3_8", "gemma4_v5", "llama3_1", "nemotron_3_nano"])
 def test_long_outputs_are_read_in_a_time_in_proportion(template: str) -> None:
     renderer, tokenizer = found(template), family_tokenizer(template)

@@ -77,6 +77,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.2)
 
 
+@pytest.mark.slow
 @each("name", ENDLESS)
 def test_a_template_without_an_end_is_stopped(name: str) -> None:
     begun = time.process_time()
@@ -87,6 +88,7 @@ def test_a_template_without_an_end_is_stopped(name: str) -> None:
     assert time.process_time() - begun < 2
 
 
+@pytest.mark.slow
 @each("name", [*ENDLESS, *RAISING])
 def test_a_model_with_such_a_template_is_refused_with_one_line(name: str) -> None:
     if name == "a range":
@@ -125,6 +127,7 @@ def test_what_a_long_dialogue_needs_is_within_the_limits(monkeypatch: pytest.Mon
     assert len(start) > 200 * 2000
 
 
+@pytest.mark.slow
 @each("name", first_of_each(template_names(), family_of))
 def test_what_is_rendered_is_what_transformers_renders(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_SECONDS", 5.0)

@@ -54,6 +54,7 @@ def test_a_template_without_a_bos_token_has_none_though_the_tokenizer_adds_one()
     assert made.bos_token_id not in TemplateRenderer(made).start([HELLO], ())
 
 
+@pytest.mark.slow
 @each("name", ["llava_next", "phi3", "gemma3", "llama3", "smolvlm", "qwen2_5"])
 @each("content", ["And now?", ODD, "", " "])
 def test_no_space_is_lost_or_added_where_pieces_meet(name: str, content: str) -> None:
@@ -148,6 +149,7 @@ def test_a_tokenizer_that_renders_by_itself_is_refused_by_name() -> None:
         AutoConfig().build(made, name="org/mistral")
 
 
+@pytest.mark.slow
 def test_qwen_s_own_vocabulary_is_accepted() -> None:
     if importlib.util.find_spec("dashscope") is None:
         pytest.skip("without dashscope: pip install --no-deps --requirement requirements-families.txt")

@@ -31,13 +31,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_comparison(tmp_path_factory.mktemp("compare") / "compare.html", [compared(*BASE, *BETTER, *long)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "width"),
     [
         ("dark", 390),
-        pytest.param("light", 390, marks=pytest.mark.slow),
-        pytest.param("dark", 1400, marks=pytest.mark.slow),
-        pytest.param("light", 1400, marks=pytest.mark.slow),
+        ("light", 390),
+        ("dark", 1400),
+        ("light", 1400),
     ],
 )
 def test_curves_names_and_numbers_are_seen(chromium: Any, page: Path, scheme: str, width: int) -> None:

@@ -96,6 +96,7 @@ def test_agrees_with_a_slow_reference(groups: list[TrajectoryGroup], gamma: floa
 forked_everywhere = st.lists(st.lists(eighths, min_size=1, max_size=4).map(tuple), min_size=1, max_size=2).map(tuple)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(groups=batches(branch_rewards=forked_everywhere))
 def test_the_turns_sum_to_the_return_less_the_value_of_the_start(groups: list[TrajectoryGroup]) -> None:

@@ -467,6 +467,7 @@ def replicated(replicas: int, folder: Path) -> tuple[Any, list[Tensor], dict[str
     return metrics, found, weights, sent, is_same
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_train_sync_and_resume_as_one_process(tmp_path: Path) -> None:
     metrics, gradient, weights, sent, _ = replicated(1, tmp_path / "alone")
     first, *others = together(4, tmp_path, replicated, 2, tmp_path / "shards")
@@ -663,6 +664,7 @@ def critic_after_fits(kind: Literal["head", "separate"]) -> tuple[dict[str, floa
     return critic.fit(critic.measure(played)), [p.detach() for p in critic._parameters()], sum(computed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_processes"), first_quick([("head", 2), ("separate", 3), ("head", 3), ("separate", 2)], num=2)
 )

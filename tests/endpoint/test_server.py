@@ -123,6 +123,7 @@ def test_heartbeats_keep_clients_whose_read_timeout_is_shorter_than_a_call() -> 
     assert len(policy.asked) == 6
 
 
+@pytest.mark.slow
 @each("call", [CALLS[0], CALLS[4]])
 def test_a_call_that_a_client_sends_again_after_its_read_timeout_is_sampled_once(call: Any) -> None:
     policy = Policy(is_open=False)

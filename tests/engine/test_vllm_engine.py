@@ -339,6 +339,7 @@ def check_adapters(runner: asyncio.Runner, engine: VLLMEngine, model: Any, end: 
         assert done.logprobs == pytest.approx(plain_logprobs(model, [1, 2, 3], done.token_ids, 1.0), rel=0, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_stay_apart_from_weights_in_half_precision(runner: asyncio.Runner) -> None:
     model = make_model()
     names = [
@@ -545,6 +546,7 @@ def test_sleep_gives_a_gpus_memory_back(runner: asyncio.Runner) -> None:
     run(runner, engine.close())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there vLLM tells them")
 def test_without_a_gpu_vllm_tells_no_experts_and_a_run_that_needs_them_is_refused(runner: asyncio.Runner) -> None:
     with pytest.raises(

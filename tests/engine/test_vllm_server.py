@@ -565,6 +565,7 @@ def continued_logprobs(context: list[int], token_ids: Sequence[int], num: int) -
     return found
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_a_frozen_request_continues_under_other_weights_with_its_cache(server: Server, tmp_path: Path) -> None:
     many = LONG // 4
@@ -1133,6 +1134,7 @@ def test_an_answer_that_never_comes_ends_with_the_callers_deadline(model_folder:
     run(main())
 
 
+@pytest.mark.slow
 def test_a_pause_or_push_that_never_ends_has_a_deadline(model_folder: Path, tmp_path: Path) -> None:
     async def main() -> None:
         async with fake_and_client(model_folder, tmp_path, timeout_s=3) as (server, engine):
@@ -1169,6 +1171,7 @@ def test_a_completion_that_takes_long_is_waited_for_while_the_server_is_alive(
     run(main())
 
 
+@pytest.mark.slow
 def test_a_completion_of_a_server_that_hangs_is_an_error_and_the_next_a_new_try(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -348,6 +348,7 @@ def test_a_server_that_hangs_as_it_is_paused_is_left_out_and_comes_back(
     run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", first_quick(["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]))
 def test_a_server_that_hangs_as_it_takes_weights_or_is_resumed_is_left_out(
     path: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -368,6 +369,7 @@ def test_a_server_that_hangs_as_it_takes_weights_or_is_resumed_is_left_out(
     run(main())
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_from_the_first_is_left_out(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

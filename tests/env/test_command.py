@@ -142,6 +142,7 @@ transport._connect_pipes = later
 """
 
 
+@pytest.mark.slow
 @linux_only
 @each("before", ["", SLOW_START])
 def test_children_die_with_the_process_that_waits_for_them(tmp_path: Path, before: str) -> None:

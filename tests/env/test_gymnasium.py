@@ -58,6 +58,7 @@ def test_registering_again_changes_nothing_and_warns_of_nothing() -> None:
     assert gym.registry == before
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each(
     "code",

@@ -101,6 +101,7 @@ def test_a_rubric_may_stand_in_each_row_and_the_key_in_the_environment(monkeypat
     assert server.headers[0]["authorization"] == "Bearer secret"
 
 
+@pytest.mark.slow
 @each("first", [500, 429, 503, "no JSON", '{"scores": [2]}', '{"scores": [1, 1]}', '{"scores": [true]}'])
 def test_a_fault_is_asked_again_and_its_tokens_are_counted(first: str | int) -> None:
     with judge_server(first, '{"scores": [0.25]}') as server:

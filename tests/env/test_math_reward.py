@@ -53,6 +53,7 @@ def test_it_sees_what_is_equal(completion: str, answer: Any, reward: float) -> N
     assert graded(completion, answer) == (reward, 0)
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_or_too_much_is_undecided_and_the_next_is_answered() -> None:
     for hostile in ("$9^{9^{9^{9}}}$", "$" + "(" * 5000 + "1" + ")" * 5000 + "$"):
         begin = time.monotonic()

@@ -201,6 +201,7 @@ def test_a_server_that_is_killed_loses_nothing_and_scores_nothing() -> None:
     assert there.engine.num_sampled == sum(len(one.turns) for one in there.episodes)  # none was sampled twice
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_loses_nothing_and_another_takes_its_place() -> None:
     config = EnvConfig(id=ODD, options={"step_s": 0.1})
     here = Played(config.make, DRAWS)
@@ -309,6 +310,7 @@ def test_whatever_a_client_sends_the_server_answers_or_hangs_up_and_serves_on(
         assert env.reset(seed=1, options={"split": "train", "task_index": 0})
 
 
+@pytest.mark.slow
 @each(
     "said",
     ["no JSON", "[" * 100_000, "{}", '{"value": {"messages": 3}}', '{"value": {"messages": [], "state_key": 1}}'],

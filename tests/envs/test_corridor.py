@@ -66,6 +66,7 @@ def test_keys_lie_left_of_their_doors_and_no_further_back_than_the_detour(detour
     assert farthest == min(detour, 10)
 
 
+@pytest.mark.slow
 @each(
     ("options", "least", "most"),
     [

@@ -241,6 +241,7 @@ def test_the_oracle_serves_a_customer_that_a_model_plays(url: str) -> None:
         assert play(env, lambda env, _, rng: env.oracle(rng=rng), seed=seed, max_turns=20, rng=rng).success
 
 
+@pytest.mark.slow
 @each(
     ("user", "words"),
     [

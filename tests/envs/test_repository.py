@@ -92,6 +92,7 @@ def test_the_oracle_succeeds_and_nobody_succeeds_by_doing_nothing(folder: Path) 
     env.close()
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 @each("folder", BUILT_IN)
 def test_the_tests_that_can_be_seen_pass_before_and_after_and_a_fault_fails_several_checks(folder: Path) -> None:
@@ -142,6 +143,7 @@ def test_files_that_do_not_count_change_nothing() -> None:
     assert share_passed(task, files | {"scoreboard.py": forged}, box()) == 1  # so the forgery would work if it counted
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 def test_a_command_that_hangs_is_killed_and_fails() -> None:
     task, files = scoreboard("import time\nwhile True:\n    time.sleep(1)\n")

@@ -158,7 +158,7 @@ def test_the_target_of_each_token_is_its_turns_discounted_return(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["head", pytest.param("separate", marks=pytest.mark.slow)])
 def test_the_loss_is_a_mean_over_tokens_whatever_the_micro_batches(kind: Kind, played: list[Trajectory]) -> None:
     found = {}
     for max_tokens, layout in product((1, 700, 10**9), LAYOUTS):
@@ -293,6 +293,7 @@ def test_a_head_reads_the_policy_as_it_is(played: list[Trajectory]) -> None:
     assert np.abs(np.subtract(values_of(after), before)).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_and_loaded_resumes_bit_for_bit(kind: Kind, played: list[Trajectory], tmp_path: Path) -> None:
     policy, trajectories = new_policy(), with_returns(played)

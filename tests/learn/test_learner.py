@@ -23,11 +23,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from agentrl import Credit, StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
+from agentrl.learn.batch import mask_stale
 from agentrl.learn.config import LossConfig, TrainConfig
 from agentrl.learn.health import signs
 from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
 from agentrl.learn.line_search import KLLineSearch
-from agentrl.learn.metrics import MinibatchStats, divergence, first_metrics, mask_stale, rollout_metrics, update_metrics
+from agentrl.learn.metrics import MinibatchStats, divergence, first_metrics, rollout_metrics, update_metrics
 from agentrl.learn.micro_batch_loss import AnchorState
 from agentrl.learn.plan import Planner
 from agentrl.learn.policy_state import PolicyState
@@ -421,6 +422,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
     assert torch.equal(weights(learner), before)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_an_update_that_is_interrupted_ends_before_the_next_pass() -> None:
     def update(event: After) -> int:
@@ -565,6 +567,7 @@ def sampled_by(
     return replace(trajectory, turns=tuple(turns))
 
 
+@pytest.mark.slow
 @each("anchor", ["behavior", "recomputed", "sampled"])
 def test_what_is_stale_is_no_movement_of_the_step(
     anchor: Literal["behavior", "recomputed", "sampled"], monkeypatch: pytest.MonkeyPatch
@@ -662,6 +665,7 @@ def test_weights_before_an_update_take_the_place_of_those_before_the_last_one() 
         assert torch.equal(kept, parameter)
 
 
+@pytest.mark.slow
 @each("version", [0, 1])
 def test_each_update_is_measured_at_tokens_whose_log_probabilities_before_the_step_are_known(
     version: int, monkeypatch: pytest.MonkeyPatch
@@ -720,6 +724,7 @@ def action_logprobs(model: Any, trajectory: Trajectory) -> torch.Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.slow
 @each("anchor", ["behavior", "recomputed"])
 def test_two_epochs_equal_a_plain_loop_over_their_minibatches(anchor: Literal["behavior", "recomputed"]) -> None:
     loss = LossConfig(unit="token", trust="fixed", clip_low=0.2, clip_high=0.3, anchor=anchor)

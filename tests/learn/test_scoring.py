@@ -57,6 +57,7 @@ def test_the_trajectories_at_hand_are_ragged_and_some_rewrite_history(played: li
     assert len({len(turn.action_ids) for t in played for turn in t.turns}) > 4
 
 
+@pytest.mark.slow
 @each("layout", LAYOUTS)
 @each("temperature", [0.6, 1.0, 1.5])
 def test_each_token_is_scored_as_in_a_plain_pass_over_its_own_context(

@@ -496,6 +496,7 @@ def test_what_the_scheme_tells_the_policy_must_fit_its_positions(
         signals.measure(walks)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_an_evaluation_misses_neither_critic_nor_teacher(warm: Path, tmp_path: Path) -> None:
     teacher = tmp_path / "teacher"
@@ -556,6 +557,7 @@ def learned(folder: Path, step: int) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("credit", "signals"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from agentrl.credit import Credit
-from agentrl.learn.metrics import fraction_too_old, mask_stale
+from agentrl.learn.batch import fraction_too_old, mask_stale
 from agentrl.rollout import RolloutConfig
 from agentrl.testing import make_group
 from agentrl.types import StopReason, TrajectoryGroup

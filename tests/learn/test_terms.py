@@ -238,6 +238,7 @@ def plain_term(name: str, measured: Measured) -> Tensor:
     return term
 
 
+@pytest.mark.slow
 @each("name", TERMS)
 def test_a_term_adds_its_gradient_and_no_split_changes_it(name: str) -> None:
     plain, whole, split = Measured({}), Measured(TERMS[name]), Measured(TERMS[name], max_tokens=1)
@@ -350,6 +351,7 @@ def test_terms_that_cannot_be_had_are_refused(tmp_path: Path, sections: dict[str
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_run_with_all_terms_resumes_bit_for_bit(tmp_path: Path) -> None:
     name = hugging_face_folder(tmp_path / "teacher", rewrites=False)

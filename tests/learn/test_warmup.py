@@ -30,6 +30,7 @@ def test_the_rate_rises_and_falls_within_a_short_warm_up_and_as_ever_within_a_lo
         assert factors == [min(1.0, (step + 1) / 20, (steps - step) / 50) for step in range(steps)]
 
 
+@pytest.mark.slow
 @each("is_adapted", [False, True])
 def test_it_makes_demonstrations_likely_by_what_is_trained_alone(is_adapted: bool) -> None:
     renderer, tasks = ChatMLRenderer(TOKENIZER), Tasks(seed=0)

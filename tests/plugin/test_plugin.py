@@ -76,6 +76,7 @@ for spec in ({"scheme": "centred"}, {"scheme": "centered", "scael": 2}):
     assert second == "credit.scael: 'centered' has no such option. Did you mean 'scale'?"
 
 
+@pytest.mark.slow
 def test_a_third_party_environment_and_renderer_pass_the_conformance_checks(python: Path, tmp_path: Path) -> None:
     code = """
 from agentrl.chat import RendererConfig, train_tokenizer

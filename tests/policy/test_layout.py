@@ -180,6 +180,7 @@ def test_logprobs_and_gradients_equal_those_of_separate_rows(name: str, layout: 
     assert largest_error(got, with_gradients(model, row_logprobs(model, rows))) < 1e-5
 
 
+@pytest.mark.slow
 @each("layout", LAYOUTS)
 @each("name", MODELS)
 def test_in_float64_they_are_equal_to_rounding(name: str, layout: Layout) -> None:
@@ -289,6 +290,7 @@ def test_a_tree_is_chosen_wherever_it_is_exact(name: str) -> None:
     assert choose_layout(tiny(name), "auto") == ("tree", None)
 
 
+@pytest.mark.slow
 @each("name", ARCHITECTURES)
 def test_of_each_architecture_the_layout_that_is_chosen_is_exact(name: str) -> None:
     model = tiny_model(name, vocab_size=97, initializer_range=0.2)
@@ -551,6 +553,7 @@ def doubled_gradient(number: int) -> Callable[..., Tensor]:
     return attend
 
 
+@pytest.mark.slow
 @each("number", [0, 1, 2])
 @each("name", ["qwen3", "llama", "gpt2"])
 def test_the_probe_sees_a_wrong_gradient(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,7 @@ def test_output_and_gradients_equal_dense_masked_attention(
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @each("window", [None, 40, 90, 170, 1000])
 def test_long_segments_equal_dense_masked_attention(window: int | None) -> None:
     # Segments of 90 to 200 tokens, forks of forks, a small subtree behind a long one, and a second root.

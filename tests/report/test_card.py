@@ -101,6 +101,7 @@ def test_evaluation_comes_from_the_newest_rollouts_of_these_weights_with_interva
     assert metrics["success"]["name"] == f"success (95 % interval {low:.4g} to {high:.4g})"
 
 
+@pytest.mark.slow
 @each(
     "option",
     [
@@ -188,6 +189,7 @@ def test_a_card_tells_nothing_private(tmp_path: Path) -> None:
 HOSTILE = "</details><script>alert(1)</script> [x](javascript:1) | `a` ![](http://x) ```\n# Heading\n````\n---\n<!-- "
 
 
+@pytest.mark.slow
 def test_what_a_recipe_and_an_environment_say_cannot_break_a_card(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_port_in_use_is_told_in_one_line(server: Server) -> None:
     assert done.stderr == f"agentrl: --port: {server.port}: Address already in use; choose another, or 0\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_in_one_line(tmp_path: Path) -> None:
     server = Server(make_run(tmp_path / "run"))
     assert server.get("/")[0] == 200

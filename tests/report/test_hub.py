@@ -73,6 +73,7 @@ def test_a_private_repository_is_private_and_a_public_one_is_not_taken_for_it(
     assert hub.files["ann/seen"] == {}
 
 
+@pytest.mark.slow
 @each(
     ("token", "owner", "words"),
     [

@@ -137,6 +137,7 @@ def test_wandb_has_metrics_recipe_and_rollouts(tracked: Tracked) -> None:
     check_table(folder, min((table["data"] for table in tables), key=lambda data: data[0][0]), tables[0]["columns"])
 
 
+@pytest.mark.slow
 def test_wandb_keeps_the_steps_that_a_run_does_again(tmp_path: Path) -> None:
     script = """
 import sys

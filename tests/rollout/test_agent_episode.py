@@ -348,6 +348,7 @@ def test_a_program_that_hangs_is_given_up(new_table: Callable[..., Table]) -> No
     assert "agent.timeout_s: 0.5" in str(trajectory.error)
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_blocks_is_told_to_be_a_function(new_table: Callable[..., Table]) -> None:
     async def blocks(task: dict[str, Any], session: Any) -> float:
         await ask(client_of(session), [user(task["question"])])
@@ -400,6 +401,7 @@ async def dies_once(task: dict[str, Any], session: Any) -> float:
     return 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_process_of_functions_that_ends_costs_no_episode(new_table: Callable[..., Table], tmp_path: Path) -> None:
     rows = [{"question": f"q{number}", "died": str(tmp_path / f"{number}")} for number in range(2)]

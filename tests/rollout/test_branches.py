@@ -203,6 +203,7 @@ def test_tokens_of_branches_are_counted_and_no_part_of_the_episode(recording: Re
     assert trajectory.num_action_tokens == sum(len(c.token_ids) for *_, c in recording.calls) - sampled
 
 
+@pytest.mark.slow
 def test_the_budget_goes_to_one_rollout_a_turn_before_a_second(new_engine: NewEngine, renderer: Renderer) -> None:
     def branches(budget: int) -> dict[tuple[int, int], int]:
         engine = new_engine(Recording)
@@ -363,6 +364,7 @@ class Coin(Dice):
         return float(self.np_random.integers(2))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_branches_tell_the_value_of_each_turn(new_engine: NewEngine, renderer: Renderer) -> None:
     trajectory = play(Coin, new_engine(), renderer, branches={"num": 60, "every": 2})
@@ -404,6 +406,7 @@ def collect(pool: RolloutPool, num_groups: int) -> list[TrajectoryGroup]:
         pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_pool_forks_every_episode_and_repeats_bit_for_bit_whatever_the_timing(
     new_pool: Callable[..., RolloutPool],

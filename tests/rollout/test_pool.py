@@ -290,6 +290,7 @@ def test_a_backend_that_is_down_for_a_moment_does_not_stop_the_run(new_pool: New
     }
 
 
+@pytest.mark.slow
 def test_an_environment_that_always_hangs_stops_the_run_at_its_deadlines(new_pool: NewPool) -> None:
     def log(what: str, _: Talk) -> None:
         if what == "step":
@@ -383,6 +384,7 @@ def test_every_attempt_at_which_an_environment_fails_is_counted_and_told(
     assert pool.counts["faults"] == 2
 
 
+@pytest.mark.slow
 def test_hanging_environments_lose_their_thread_and_the_others_continue(new_pool: NewPool) -> None:
     def log(what: str, env: Talk) -> None:
         if what == "step" and env.member == 1:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from agentrl import ToolEnv, tool
 from agentrl.rollout import Tasks
 from agentrl.rollout.env_driver import MakeEnv
@@ -138,6 +140,7 @@ def test_an_environment_that_sets_everything_in_reset_is_proven(make: Callable[[
     assert reset_proof(make, Tasks(seed=0)).flaw is None
 
 
+@pytest.mark.slow
 @each(
     ("make", "words"),
     [
@@ -163,6 +166,7 @@ def test_a_table_with_one_task_is_enough() -> None:
     assert reset_proof(Counter, Tasks(seed=0, num=NumTasks(train=0, eval=1))).flaw is None
 
 
+@pytest.mark.slow
 def test_it_takes_few_constructions_and_little_time() -> None:
     Counter.made, begin = 0, time.monotonic()
     reset_proof(Counter, Tasks(seed=0))
@@ -171,6 +175,7 @@ def test_it_takes_few_constructions_and_little_time() -> None:
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_left_behind() -> None:
     class Hangs(Counter):
         def start(self, options: dict[str, Any]) -> str:

@@ -197,7 +197,9 @@ class Driver:
         return json.loads(json.dumps({**state, "journal": None}))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("mode", ["sync", "partial", "async"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("sync", marks=pytest.mark.slow), pytest.param("partial", marks=pytest.mark.slow), "async"]
+)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), staleness=st.integers(1, 3))
 def test_every_group_is_handed_out_once_and_none_too_old(

@@ -34,6 +34,7 @@ def settings(tmp_path: Path, *, steps: int, **options: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_tasks_that_rest_are_left_out_and_a_resumed_run_takes_the_same(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     whole, rows = train(settings(tmp_path / "whole", steps=6))

@@ -50,6 +50,7 @@ def timeless(folder: RunFolder) -> list[dict[str, Any]]:
     return [r.model_copy(update={"metrics": {}}).model_dump() for r in records(folder)]
 
 
+@pytest.mark.slow
 def test_old_results_of_tools_begin_segments_and_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     whole, rows = train(settings(tmp_path / "whole", steps=3))

@@ -141,6 +141,7 @@ class LossyEngine(TransformersEngine):
         await super().load_adapters([], base, version)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_an_engine_that_drops_adapters_is_found_out_at_the_start(tmp_path: Path) -> None:
     in_process(partial(begin_with_adapters, tmp_path))  # accelerate's precision is that of a process
@@ -183,6 +184,7 @@ class TiredEngine(TransformersEngine):
         await super().load_weights(named_tensors if version < 3 else [], version)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each(("mode", "step"), [("sync", 4), ("partial", 3), ("async", 3)])
 def test_an_engine_that_misses_a_later_push_is_found_out_at_once(
@@ -235,6 +237,7 @@ class StuckEngine(TransformersEngine):
         await super()._advance(waiting)
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_after_a_push_has_a_deadline(runs: Runs) -> None:
     steps = runs.begin(rollout={"mode": "partial", "engine_timeout_s": 5.0}, engine_class=StuckEngine)
     steps.step()
@@ -280,6 +283,7 @@ def test_an_interrupt_ends_an_update_whose_group_reward_hangs(runs: Runs) -> Non
     assert time.monotonic() - begin < 5  # and waits for nothing: EnvThread's `with` takes up to ten seconds
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each("rule", ["wait", "mask", "keep"])
 def test_the_recipe_says_what_becomes_of_tokens_that_are_too_old(rule: str, runs: Runs) -> None:

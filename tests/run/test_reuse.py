@@ -41,6 +41,7 @@ def settings(tmp_path: Path, env: str) -> Any:
     return recipe(tmp_path / env, env={"id": f"{__name__}:{env}"}, rollout=rollout, evaluation={"num_tasks": 8})
 
 
+@pytest.mark.slow
 def test_a_run_constructs_as_many_as_are_live_and_what_it_looks_at_before(tmp_path: Path) -> None:
     made.clear()
     closed.clear()

@@ -50,6 +50,7 @@ def played(folder: Any) -> list[tuple[int, int, int | None, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_each_step_has_its_options_and_evaluation_the_recipes_own(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     whole, rows = train(settings(tmp_path / "whole"))

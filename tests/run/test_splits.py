@@ -45,6 +45,7 @@ def test_training_goes_through_the_train_split_and_evaluation_covers_the_eval_sp
     assert (rows[0]["eval/episodes"] + rows[0]["eval/failed"]) == 6
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_goes_through_the_same_epochs(tmp_path: Path) -> None:
     def order(folder: RunFolder) -> list[tuple[str, int | None, int]]:
         return [(r.trajectory_id, r.task_index, r.seed) for path in folder.rollouts() for r in read_records(path)]

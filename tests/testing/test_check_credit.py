@@ -34,6 +34,7 @@ def test_uniform_passes(normalize: Any, lone: Any) -> None:
     check_credit(Uniform(normalize=normalize, lone=lone))
 
 
+@pytest.mark.slow
 @each(
     ("baseline", "leave_one_out", "normalize"),
     list(itertools.product(["pool", "state", "turn"], [True, False], ["none", "std", "batch"])),

@@ -55,6 +55,7 @@ async def lines(engine: Any) -> list[str]:
     return str(caught.value).split("\n- ")[1:]
 
 
+@pytest.mark.slow
 def test_the_transformers_engine_passes() -> None:
     for config in (TransformersConfig(), TransformersConfig(max_batch_size=2, max_prefill_tokens=16, lockstep=False)):
         engine = TransformersEngine(make_model(), config)
@@ -160,39 +161,24 @@ class Hangs(TransformersEngine):
         pass
 
 
+@pytest.mark.slow
 @each(
     ("broken", "line"),
     [
         (WrongTemperature, "at temperature 0.6 log-probabilities differ from the reference"),
-        pytest.param(OneStopToken, "with 3 stop token(s)", marks=pytest.mark.slow),
-        pytest.param(DropsStopToken, "it must end the completion and be its last token", marks=pytest.mark.slow),
-        pytest.param(OneSeed, "different seeds give the same tokens", marks=pytest.mark.slow),
-        pytest.param(SeedsByArrival, "the same prompt, weights and seed give different tokens", marks=pytest.mark.slow),
-        pytest.param(SeedsByCompany, "a request gives other tokens in company than alone", marks=pytest.mark.slow),
-        pytest.param(
-            DrawsByLength,
-            "a request that was paused and resumed differs from the uninterrupted one",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(DropsThePartial, "pause() never returned a running request", marks=pytest.mark.slow),
-        pytest.param(
-            DeafToPause,
-            "a request that comes while the engine is paused is not held until resume()",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            KeepsTheCache,
-            "a prompt that is repeated after a push answers otherwise than a fresh one",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(KeepsTheVersion, "the engine reports version 0", marks=pytest.mark.slow),
-        pytest.param(TakesAnyWeight, "load_weights takes a weight with another shape", marks=pytest.mark.slow),
-        pytest.param(
-            LoadsWhileBusy, "load_weights replaces the weights under a running request", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            MisplacesTurns, "answers otherwise than the same tokens as a fresh prompt", marks=pytest.mark.slow
-        ),
+        (OneStopToken, "with 3 stop token(s)"),
+        (DropsStopToken, "it must end the completion and be its last token"),
+        (OneSeed, "different seeds give the same tokens"),
+        (SeedsByArrival, "the same prompt, weights and seed give different tokens"),
+        (SeedsByCompany, "a request gives other tokens in company than alone"),
+        (DrawsByLength, "a request that was paused and resumed differs from the uninterrupted one"),
+        (DropsThePartial, "pause() never returned a running request"),
+        (DeafToPause, "a request that comes while the engine is paused is not held until resume()"),
+        (KeepsTheCache, "a prompt that is repeated after a push answers otherwise than a fresh one"),
+        (KeepsTheVersion, "the engine reports version 0"),
+        (TakesAnyWeight, "load_weights takes a weight with another shape"),
+        (LoadsWhileBusy, "load_weights replaces the weights under a running request"),
+        (MisplacesTurns, "answers otherwise than the same tokens as a fresh prompt"),
         (Hangs, "did not return within 3 s"),
     ],
 )

@@ -103,6 +103,7 @@ def test_a_sound_environment_passes(cls: type[MessageEnv]) -> None:
     check_env(cls)
 
 
+@pytest.mark.slow
 def test_short_deadlines_are_those_of_a_call_and_not_of_what_is_looked_at_last() -> None:
     check_env(Slow, timeout_s=1.0, seeds=range(2))
 
@@ -793,6 +794,7 @@ class Hangs(Sound):
         return super().answer(text)
 
 
+@pytest.mark.slow
 @each("where", ["__init__", "reset", "step"])
 def test_a_call_that_hangs_ends_the_check_with_what_was_found(where: str) -> None:
     assert problems(Hangs, where=where, timeout_s=2.0)[-1] == (

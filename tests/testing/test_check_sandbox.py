@@ -15,6 +15,7 @@ from tests.support.each import each
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
 
 
+@pytest.mark.slow
 @each(
     "name",
     ["monty", "unsafe", pytest.param("bubblewrap", marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT))],
@@ -23,6 +24,7 @@ def test_the_sandboxes_keep_their_promises(name: str) -> None:
     check_sandbox(name)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_container_keeps_its_promises() -> None:
     config = container()

@@ -1,7 +1,7 @@
 """Arguments, requests and answers of vLLM, in this process or over HTTP. Names are those of vLLM 0.32."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -84,17 +84,27 @@ def check_reloadable(config: Any) -> None:
         )
 
 
-def check_one_process(num_processes: int) -> None:
-    """Raise for vLLM in process with several ranks.
+def executor_arguments(num_processes: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of vLLM's `EngineArgs` that give each of several ranks a vLLM of its own, on its own GPU.
+
+    The ranks have a process group already, by which vLLM makes its own: all of them build their engine at once.
+
+    Args:
+        num_processes: number of ranks.
+        given: arguments that the recipe gives.
 
     Raises:
-        ConfigError: naming the alternative.
+        ConfigError: if one vLLM is to run on several GPUs.
     """
-    if num_processes > 1:
-        raise ConfigError(
-            "engine.name: vllm runs within one process only; with several start a server for each, or for some of them, "
-            "and set engine.name: vllm_server and engine.server.url"
-        )
+    if num_processes == 1:
+        return {}
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if given.get(name, 1) != 1:
+            raise ConfigError(
+                f"engine.vllm.{name}: each of {num_processes} training processes has a vLLM on its own GPU; remove it, or "
+                "set engine.name: vllm_server, whose servers have GPUs of their own"
+            )
+    return {"distributed_executor_backend": "external_launcher"}
 
 
 LOGPROBS_MODE = "processed_logprobs"

@@ -8,7 +8,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,9 +26,9 @@ from agentrl.engine.vllm.common import (
     LOGPROBS_MODE,
     MIN_TEMPERATURE,
     adapter_arguments,
-    check_one_process,
     check_reloadable,
     engine_arguments,
+    executor_arguments,
     is_installed,
     parse_dtype,
     sampled_logprobs,
@@ -82,7 +82,6 @@ class VLLMConfig(BatchedConfig):
                 "remove it"
             )
         check_reloadable(context.model.config)
-        check_one_process(context.shard.num_processes)
         return VLLMEngine(
             context.model,
             self.resolved(context),
@@ -90,6 +89,7 @@ class VLLMConfig(BatchedConfig):
             max_tokens=context.max_context_tokens,
             returns_experts=context.returns_experts,
             adapters=context.adapters,
+            num_processes=context.shard.num_processes,
         )
 
 
@@ -116,6 +116,7 @@ class VLLMEngine(BatchedEngine):
         dtype: torch.dtype | None = None,
         returns_experts: bool = False,
         adapters: Adapters | None = None,
+        num_processes: int = 1,
     ) -> None:
         """Build a transformers causal language model in vLLM, with random weights: load some before sampling.
 
@@ -126,16 +127,18 @@ class VLLMEngine(BatchedEngine):
             dtype: dtype of vLLM's weights. None: the model's.
             returns_experts: completions carry the experts of a mixture; on a GPU only.
             adapters: adapters to keep apart from weights in half precision.
+            num_processes: number of ranks, all of which build an engine at once.
 
         Raises:
-            ConfigError: if vLLM is not installed, cannot run this model, cannot return its experts here, or cannot keep its
-                adapters apart.
+            ConfigError: if vLLM is not installed, cannot run this model, cannot return its experts here, cannot keep its
+                adapters apart, or would run on several GPUs in each of several ranks.
         """
         vocab_size: int = model.config.get_text_config().vocab_size
         super().__init__(config := config or VLLMConfig(), vocab_size=vocab_size)
         self._sleeps = config.sleep
-        self._arguments = config.vllm
+        self._arguments = executor_arguments(num_processes, config.vllm) | config.vllm
         self.dtype = parse_dtype(config.vllm.get("dtype", dtype), model)
+        self._num_processes = num_processes
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="agentrl-vllm")
         self._model = ServedModel(
             shapes={name: tensor.to("meta") for name, tensor in model.state_dict().items()},
@@ -451,7 +454,8 @@ class VLLMEngine(BatchedEngine):
     def _shut_down(self) -> None:
         self._wake_up()  # sleeping memory is not freed
         llm, self._llm = self._llm, None
-        llm.engine_core.shutdown()
+        with nullcontext() if self._num_processes == 1 else _ranks_kept():
+            llm.engine_core.shutdown()
 
 
 class _Mailbox(NamedTuple):
@@ -483,3 +487,16 @@ def _as_it_was() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+@contextmanager
+def _ranks_kept() -> Iterator[None]:
+    """Keep the process group of the ranks, which vLLM would destroy with its own groups."""
+    from vllm.distributed import parallel_state
+
+    destroy = parallel_state.destroy_distributed_environment
+    parallel_state.destroy_distributed_environment = lambda: None
+    try:
+        yield
+    finally:
+        parallel_state.destroy_distributed_environment = destroy

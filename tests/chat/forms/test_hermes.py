@@ -2,6 +2,7 @@ import json
 import time
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ def call(body: str) -> str:
     return f"<tool_call>{body}</tool_call>"
 
 
+@pytest.mark.slow
 @given(st.text(st.characters(codec="utf-8"), min_size=1), st.dictionaries(st.text(max_size=5), VALUES, max_size=3))
 def test_every_call_is_read_as_it_was_written(name: str, arguments: dict[str, Any]) -> None:
     assert functions(format_tool_call(name, arguments)) == [{"name": name, "arguments": arguments}]

@@ -54,6 +54,7 @@ def answered(env: BFCL, name: str, /, **arguments: Any) -> str:
     return str(env.step(tool_call(name, **arguments))[0][0]["content"])
 
 
+@pytest.mark.slow
 @pytest.mark.process  # takes seconds of its own
 @each("category", ["multi_turn", "single_turn", "live"])
 def test_its_tasks_keep_the_contract(category: str) -> None:

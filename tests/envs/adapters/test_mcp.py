@@ -81,6 +81,7 @@ def make() -> Iterator[Callable[..., Sums]]:
         env.close()
 
 
+@pytest.mark.slow
 def test_a_server_inherits_no_key_but_those_that_are_named(
     make: Callable[..., Sums], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +183,7 @@ def test_a_call_that_takes_too_long_is_an_error_and_the_server_goes_on_answering
     assert contents(env, tool_call("wait", seconds=600), tool_call("add", a=1, b=2)) == ["Error: wait timed out", "3"]
 
 
+@pytest.mark.slow
 def test_a_server_of_each_episode_forgets_and_a_shared_one_does_not(make: Callable[..., Sums]) -> None:
     def counts(lives: Any) -> list[str]:
         env = make(server=STDIO, server_lives=lives)
@@ -209,6 +211,7 @@ def test_one_process_serves_all_environments_and_ends_with_the_last(make: Callab
     assert len(psutil.Process().children()) == before
 
 
+@pytest.mark.slow
 def test_a_fork_is_a_server_that_was_told_the_same(make: Callable[..., Sums]) -> None:
     env = make(server=STDIO)
     env.reset(seed=0)
@@ -221,6 +224,7 @@ def test_a_fork_is_a_server_that_was_told_the_same(make: Callable[..., Sums]) ->
     fork.close()
 
 
+@pytest.mark.slow
 def test_a_fork_is_told_what_took_too_long_too(make: Callable[..., Sums]) -> None:
     env = make(server=STDIO, call_timeout_s=1.0)
     env.reset(seed=0)
@@ -253,6 +257,7 @@ def test_what_a_server_writes_between_messages_is_told_in_a_line(
     assert not set(record.getMessage()) & set("\n\x1b")
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_again_and_again_fails_the_episode_with_its_last_words(make: Callable[..., Sums]) -> None:
     env = make(server=STDIO, max_restarts=1)
     env.reset(seed=0)
@@ -285,6 +290,7 @@ def test_an_http_server_that_ends_fails_the_episode(make: Callable[..., Sums]) -
         env.step(tool_call("add", a=1, b=2))
 
 
+@pytest.mark.slow
 @each(
     ("options", "words"),
     [
@@ -316,6 +322,7 @@ def test_a_server_that_cannot_be_reached_is_told_with_why(
         make(**{"max_restarts": 0} | options)
 
 
+@pytest.mark.slow
 def test_environments_with_a_shared_server_keep_the_contract(make: Callable[..., Sums]) -> None:
     keeper = make(server=STDIO, server_lives="process")  # else it would end and start again between the checks
     keeper.reset(seed=0)
@@ -355,6 +362,7 @@ def test_nothing_is_left_after_many_episodes_with_faults(make: Callable[..., Sum
     assert num_open() == before
 
 
+@pytest.mark.slow
 def test_a_forked_process_reaches_a_server_of_its_own(make: Callable[..., Sums]) -> None:
     env = make(server=STDIO, server_lives="process")
     env.reset(seed=0)

@@ -111,6 +111,7 @@ def test_a_scorer_that_fails_at_the_right_answer_too_fails_the_episode() -> None
         env.step("two")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each("dataset", READERS)
 def test_nothing_of_an_answer_is_run(dataset: str, tmp_path: Path) -> None:
@@ -197,6 +198,7 @@ def test_all_but_arithmetic_is_refused(text: str) -> None:
         read_expression(text)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_scored() -> None:
     env = ReasoningGym(dataset="countdown")

@@ -26,13 +26,11 @@ OFFLINE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each(
     ("game", "num_seeds"),
-    [
-        pytest.param(game, 50 if game == "Mastermind" else 5, marks=[pytest.mark.slow] if number > 1 else [])
-        for number, game in enumerate(OFFLINE)
-    ],
+    [(game, 50 if game == "Mastermind" else 5) for game in OFFLINE],
 )
 def test_its_games_keep_the_contract(game: str, num_seeds: int) -> None:
     check_env(TextArena, seeds=range(num_seeds), game=f"{game}-v0")

@@ -25,6 +25,7 @@ def test_its_games_keep_the_contract(folder: str) -> None:
     check_env(TextWorld, seeds=range(3), timeout_s=120.0, folder=folder, **SMALL)
 
 
+@pytest.mark.slow
 def test_the_oracle_wins_and_ways_back_lead_to_the_same_key(folder: str) -> None:
     env = TextWorld(folder=folder, **SMALL)
     for index in range(2):

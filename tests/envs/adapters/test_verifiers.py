@@ -74,6 +74,7 @@ def test_an_answer_that_the_scorer_cannot_read_is_wrong_and_counted(make: Callab
     assert (reward, info["success"], info["scorer_errors"]) == (0.0, False, 1)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_or_hangs_fails_the_episode_and_the_next_one_has_another(
     make: Callable[..., Verifiers],
 ) -> None:

@@ -108,6 +108,7 @@ def test_limits_hold_for_all_processes_together(tmp_path: Path, monkeypatch: pyt
         assert sum(map(float, sandbox.exec(SPIN).output.split())) < 0.5 * 3 + 1  # four processes, for 3 s
 
 
+@pytest.mark.slow
 def test_it_knows_nothing_of_the_host_and_changes_nothing(host: dict[str, Any]) -> None:
     with container(timeout_s=20).build() as sandbox:
         for name in test_escapes.OTHER_WAY:
@@ -125,6 +126,7 @@ def test_no_attempt_gets_out(name: str, host: dict[str, Any]) -> None:
             test_escapes.assert_held(result)
 
 
+@pytest.mark.slow
 def test_a_container_ends_though_who_waits_for_it_was_killed() -> None:
     config = container(timeout_s=2)
     seconds = f"7{os.getpid()}"
@@ -146,6 +148,7 @@ def test_a_container_ends_though_who_waits_for_it_was_killed() -> None:
     assert (sleepers(seconds), containers(program, process.pid)) == ([], [])
 
 
+@pytest.mark.slow
 @each(
     ("name", "options"),
     [

@@ -459,6 +459,7 @@ def test_open_files_are_bounded(sandbox: Bubblewrap) -> None:
     assert int(sandbox.exec(code).output) < 64
 
 
+@pytest.mark.slow
 def test_nothing_of_the_system_can_be_written(sandbox: Bubblewrap) -> None:
     folders = sandbox.exec("find / -xdev -writable -type d 2>/dev/null", language="sh").output.split()
     assert set(folders) <= {"/tmp", "/work"}

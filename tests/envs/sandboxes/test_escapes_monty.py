@@ -89,6 +89,7 @@ def test_modules_that_lead_out_are_not_there(module: str) -> None:
         assert "Error" in result.output
 
 
+@pytest.mark.slow
 @each(
     "bomb",
     [
