@@ -8,9 +8,9 @@ RECIPE ?= examples/calculator.yaml
 ARGS ?=
 # Tests start many processes: what one of them compiles the others find.
 unexport PYTHONDONTWRITEBYTECODE
-# Files of tests run side by side, each in one worker, so that a server or a model is made once for a file. Three on two
+# Files of tests run side by side, each in one worker, so that a server or a model is made once for a file. Four on two
 # cores: many tests wait for processes.
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # The part of the slow tests that `make test-part` runs.
 PART ?= 1/8

@@ -304,6 +304,7 @@ def test_options_of_any_kind_are_taken_or_refused(words: list[str]) -> None:
     assert told is None or len(told) < 20_000
 
 
+@pytest.mark.slow
 @example(words=["--", "turn_return", "--"])
 @given(
     words=st.lists(

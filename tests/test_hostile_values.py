@@ -112,6 +112,7 @@ def commands(path: Path, one: RunFolder, two: RunFolder, out: Path) -> dict[str,
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "name"),
     [
@@ -134,6 +135,7 @@ def test_odd_values_in_a_file_are_used_or_refused_in_one_line(
         path.write_bytes(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations/evaluation-000001.jsonl"])
 @given(data=st.data())
@@ -303,6 +305,7 @@ def test_a_number_of_a_command_line_that_is_out_of_range_is_refused(
 LINKED = [".lock", "log.txt", "config.yaml", "metrics.jsonl", "rollouts/step-000002.jsonl", "tokenizer/tokenizer.json"]
 
 
+@pytest.mark.slow
 @each("name", [*LINKED, "checkpoints", "journal", "rollouts", ".reference.partial"])
 def test_an_entry_that_links_out_of_a_run_is_followed_by_no_command(
     name: str, runs: tuple[RunFolder, RunFolder], tmp_path: Path

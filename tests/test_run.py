@@ -545,6 +545,7 @@ def test_stale_rollouts_ask_for_checkpoints_of_longer_ago() -> None:
         load_recipe({"train": train, "rollout": {"mode": "partial", "max_staleness": 3}})
 
 
+@pytest.mark.slow
 def test_demonstrations_that_the_limits_cut_off_are_told(tmp_path: Path) -> None:
     told: list[str] = []
     settings = recipe(
@@ -584,6 +585,7 @@ def test_an_oracle_that_cannot_end_within_the_limits_is_told(tmp_path: Path) -> 
     assert rows[0]["health/oracle_ends"] == 0.0
 
 
+@pytest.mark.slow
 @each(
     ("rollout", "credit", "words"),
     [

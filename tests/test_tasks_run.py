@@ -98,6 +98,7 @@ def test_each_component_is_a_metric_and_stands_in_records_and_in_what_is_shown(r
     assert "(right " in showing.out
 
 
+@pytest.mark.slow
 def test_held_out_tasks_are_never_trained_on(run: Path) -> None:
     folder = RunFolder.open(run / "run")
     records = [record for path in folder.rollouts() for record in read_records(path)]

@@ -94,6 +94,7 @@ DRAWN = """
 """
 
 
+@pytest.mark.slow
 def test_what_strangers_runs_say_runs_nothing_and_hides_nothing(
     chromium: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

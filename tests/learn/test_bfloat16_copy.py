@@ -1,10 +1,12 @@
 """`train.bfloat16_copy`: every pass computes with the present weights, rounded; updates are those of one rank."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from agentrl.learn.config import LossConfig, TrainConfig
@@ -12,6 +14,14 @@ from agentrl.learn.learner import Learner
 from tests.distributed.test_processes import credited, together
 from tests.support.each import each
 from tests.support.learners import make_learner, weights
+
+
+@pytest.fixture(autouse=True)
+def no_precision_is_set() -> Iterator[None]:
+    """Forget the precision of other tests, which accelerate keeps for the process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def rounding_learner(**options: Any) -> Learner:

@@ -444,6 +444,7 @@ def test_a_run_trains_with_each_scheme_that_reads_signals(credit: dict[str, Any]
     assert all(row["critic/loss"] > 0 for row in rows[1:] if "values" in needs)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_run_on_a_task_with_a_known_answer_trains_by_information_gain(warm: Path, tmp_path: Path) -> None:
     _, rows = train(with_model(warm, tmp_path, {"scheme": "info_gain"}, env={"id": "calculator"}))

@@ -20,7 +20,7 @@ from tests.support.each import each
 from tests.support.report_runs import make_run, member
 from tests.support.view_server import Server
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,6 @@ def test_what_a_run_adds_is_told_once(server: Server) -> None:
     assert server.get("/data.json?stamp=x")[0] == 200
 
 
-@pytest.mark.slow
 def test_a_port_in_use_is_told_in_one_line(server: Server) -> None:
     command = [sys.executable, "-m", "agentrl", "view", str(server.run.path), "--port", str(server.port)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -78,7 +77,6 @@ def test_a_port_in_use_is_told_in_one_line(server: Server) -> None:
     assert done.stderr == f"agentrl: --port: {server.port}: Address already in use; choose another, or 0\n"
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_it_in_one_line(tmp_path: Path) -> None:
     server = Server(make_run(tmp_path / "run"))
     assert server.get("/")[0] == 200
@@ -126,7 +124,6 @@ def test_what_many_pages_ask_for_at_once_is_read_and_written_once(
     assert calls == ["read", "write"] * 2
 
 
-@pytest.mark.slow
 @each("path", ["/", "/data.json", "/data.json?stamp=1"])
 def test_a_run_that_is_damaged_or_gone_is_told_until_it_is_mended(path: str, tmp_path: Path) -> None:
     server = Server(make_run(tmp_path / "run"))

@@ -16,7 +16,7 @@ from tests.support.each import each
 from tests.support.hub_server import TOKEN, HubServer, hub_server
 from tests.support.runs import recipe, train
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,6 @@ def test_a_private_repository_is_private_and_a_public_one_is_not_taken_for_it(
     assert hub.files["ann/seen"] == {}
 
 
-@pytest.mark.slow
 @each(
     ("token", "owner", "words"),
     [

@@ -43,6 +43,7 @@ def test_what_is_known_of_one_alone_does_not_differ() -> None:
     assert differing({"a": "1", "b": "2", "c": "3"}, {"b": "2", "c": "4", "d": "5"}) == ["c"]
 
 
+@pytest.mark.slow
 def test_a_run_notes_those_with_which_it_began(tmp_path: Path) -> None:
     settings = recipe(tmp_path, credit={"scheme": "tests.support.runs:Noise"}, train={"steps": 1})
     folder, _ = train(settings)

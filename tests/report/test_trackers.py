@@ -29,7 +29,7 @@ from tests.support.processes import Command
 from tests.support.runs import SIZES, recipe, train
 from tests.support.trajectories import trajectory, turn
 
-pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 STEPS = [0, 1, 2, 3]
 Tracked = tuple[Path, list[dict[str, float]]]
 """A run's folder, and the metrics of its steps."""
@@ -84,7 +84,6 @@ def places(home: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
 def test_tensorboard_has_metrics_recipe_and_rollouts(tracked: Tracked) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -102,7 +101,6 @@ def test_tensorboard_has_metrics_recipe_and_rollouts(tracked: Tracked) -> None:
     assert b"train.learning_rate" in found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
 
 
-@pytest.mark.slow
 def test_trackio_has_metrics_recipe_and_rollouts(tracked: Tracked) -> None:
     folder, rows = tracked
     with sqlite3.connect(folder.parent / "trackio" / "tried.db") as database:
@@ -137,7 +135,6 @@ def test_wandb_has_metrics_recipe_and_rollouts(tracked: Tracked) -> None:
     check_table(folder, min((table["data"] for table in tables), key=lambda data: data[0][0]), tables[0]["columns"])
 
 
-@pytest.mark.slow
 def test_wandb_keeps_the_steps_that_a_run_does_again(tmp_path: Path) -> None:
     script = """
 import sys

@@ -49,6 +49,7 @@ def test_environments_of_gymnasium_keep_the_contract(id: str) -> None:
     check_env(GymnasiumEnv, seeds=range(50), id=id)
 
 
+@pytest.mark.slow
 @each("id", TABLES)
 def test_an_agent_that_knows_the_table_solves_it(id: str) -> None:
     env = GymnasiumEnv(id=id, kwargs={"is_slippery": False} if id == "FrozenLake-v1" else {})

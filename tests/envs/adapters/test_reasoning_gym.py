@@ -39,6 +39,7 @@ def test_its_tasks_keep_the_contract(dataset: str) -> None:
     check_env(ReasoningGym, seeds=range(50), dataset=dataset)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @each("dataset", ["chain_sum", "countdown", "word_sorting"])
 def test_the_oracle_solves_every_task(dataset: str) -> None:
@@ -215,6 +216,7 @@ def test_windows_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None
         ReasoningGym(dataset="chain_sum")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_all_of_reasoning_gym_that_runs_text_is_known() -> None:
     """A module that is missing here is new: see whether its scorer gives the call what a model says."""

@@ -9,7 +9,7 @@ pytest.importorskip("textworld", reason="needs TextWorld: pip install 'agentrl[t
 
 from agentrl_envs.adapters.textworld import TextWorld
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 SMALL = {"num_rooms": 1, "num_objects": 2, "quest_length": 1, "num_games": 2, "num_eval_games": 1}
 """A game takes seconds to make."""
@@ -20,12 +20,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("games"))
 
 
-@pytest.mark.slow
 def test_its_games_keep_the_contract(folder: str) -> None:
     check_env(TextWorld, seeds=range(3), timeout_s=120.0, folder=folder, **SMALL)
 
 
-@pytest.mark.slow
 def test_the_oracle_wins_and_ways_back_lead_to_the_same_key(folder: str) -> None:
     env = TextWorld(folder=folder, **SMALL)
     for index in range(2):
