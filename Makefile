@@ -8,9 +8,9 @@ RECIPE ?= examples/calculator.yaml
 ARGS ?=
 # Tests start many processes: what one of them compiles the others find.
 unexport PYTHONDONTWRITEBYTECODE
-# Files of tests run side by side, each in one worker, so that a server or a model is made once for a file. Four on two
+# Files of tests run side by side, each in one worker, so that a server or a model is made once for a file. Three on two
 # cores: many tests wait for processes.
-WORKERS ?= 4
+WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # The part of the slow tests that `make test-part` runs.
 PART ?= 1/8
@@ -34,14 +34,18 @@ test: $(VENV)/installed-dev
 # What one runs while writing, beside the tests of what one writes: a few minutes, so without the files that take longest.
 LONG_FILES = api/test_endpoint api/test_training chat/test_chatml chat/test_families chat/test_limits chat/test_template \
 	chat/test_text_is_text chat/test_tokenizers compare/test_cli_compare credit/test_action_values \
-	credit/test_all_schemes credit/test_tree endpoint/test_server engine/test_transformers_engine \
-	env/test_judge_reward env/test_tool_env envs/adapters/test_gymnasium envs/test_built_in envs/test_frozen_lake \
-	envs/test_sql_analyst envs/test_toys learn/test_calibration learn/test_critic learn/test_engine_experts \
-	learn/test_exact_staleness learn/test_host_reads learn/test_judge learn/test_learner learn/test_plain_gspo \
-	learn/test_plan learn/test_step_loss learn/test_trust policy/test_layout policy/test_logprobs policy/test_lora \
-	report/test_card rollout/test_agent_episode rollout/test_boundary rollout/test_branches rollout/test_episode \
-	rollout/test_faults rollout/test_pool rollout/test_replay rollout/test_reuse rollout/test_stream run/test_loop \
-	test_cli test_cli_chat test_hostile_files test_hostile_values test_imports test_memory testing/test_check_credit
+	credit/test_all_schemes credit/test_tree distributed/test_shares endpoint/test_server \
+	engine/test_transformers_engine env/test_judge_reward env/test_tool_env envs/adapters/test_gymnasium \
+	envs/adapters/test_reasoning_gym envs/test_built_in envs/test_frozen_lake envs/test_sql_analyst envs/test_toys \
+	learn/test_calibration learn/test_critic learn/test_engine_experts learn/test_exact_staleness \
+	learn/test_host_reads learn/test_judge learn/test_learner learn/test_plain_gspo learn/test_plan \
+	learn/test_scoring learn/test_signals learn/test_step_loss learn/test_trust policy/test_autocast \
+	policy/test_layout policy/test_logprobs policy/test_lora report/test_card rollout/test_agent_episode \
+	rollout/test_boundary rollout/test_branches rollout/test_episode rollout/test_faults rollout/test_overlap \
+	rollout/test_pool rollout/test_replay rollout/test_reuse rollout/test_stream run/test_loop test_cli \
+	test_cli_chat test_cli_envs test_hostile_files test_hostile_values test_imports test_memory \
+	testing/test_check_credit testing/test_check_renderer testing/test_check_sandbox
+test-quick: WORKERS = 2
 test-quick: $(VENV)/installed-dev
 	$(PYTEST) -m 'not slow and not vllm and not process and not gpu' $(LONG_FILES:%=--ignore=tests/%.py) $(ARGS)
 

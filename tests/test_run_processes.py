@@ -72,25 +72,6 @@ def test_two_processes_begin_as_one_and_resume_bit_for_bit_after_a_kill(tmp_path
         assert two[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-6), name
     assert ids(whole)["step-000001.jsonl"] == ids(alone)["step-000001.jsonl"]
 
-    # As on two machines, which see one disk.
-    apart = tmp_path / "apart"
-    both = (
-        "--machines",
-        2,
-        "--host",
-        "127.0.0.2",
-        "--port",
-        free_port(),
-        recipe,
-        "--run_dir",
-        apart,
-        "--train.steps",
-        2,
-    )
-    for process in [launch("--machine", index, *both) for index in (1, 0)]:
-        process.finish()
-    assert rows(apart)[:2] == two[:2]
-
     process = launch(recipe, "--run_dir", killed)
     wait_for_step(killed, 6, process)
     process.member(1).send_signal(signal.SIGKILL)
@@ -106,6 +87,29 @@ def test_two_processes_begin_as_one_and_resume_bit_for_bit_after_a_kill(tmp_path
     launch(killed).finish()
     assert rows(killed) == two
     assert rollouts(killed) == rollouts(whole)
+
+
+@pytest.mark.slow
+def test_two_machines_that_see_one_disk_train_as_one_does(tmp_path: Path) -> None:
+    recipe = written(tmp_path)
+    whole, apart = tmp_path / "whole", tmp_path / "apart"
+    launch(recipe, "--run_dir", whole, "--train.steps", 2).finish()
+    both = (
+        "--machines",
+        2,
+        "--host",
+        "127.0.0.2",
+        "--port",
+        free_port(),
+        recipe,
+        "--run_dir",
+        apart,
+        "--train.steps",
+        2,
+    )
+    for process in [launch("--machine", index, *both) for index in (1, 0)]:
+        process.finish()
+    assert rows(apart)[:2] == rows(whole)[:2]
 
 
 def ids(run: Path) -> dict[str, list[list[int]]]:

@@ -115,6 +115,8 @@ def gradients_of_ranks() -> Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_ranks_average_the_gradients_that_a_single_one_has(tmp_path: Path) -> None:
     expected = gradients_of_ranks()
     first, second = together(2, tmp_path, gradients_of_ranks)
