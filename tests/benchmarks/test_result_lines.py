@@ -31,6 +31,7 @@ WITHOUT_FIELDS = {
     "2026-11-29-collectives.md",
     "2026-11-29-up_kills.md",
     "2026-11-29-bfloat16_copy.md",
+    "2026-11-29-untrained.md",
     "models.md",
     "reliability.md",
     # From before fields were recorded: the next run of each adds them.
