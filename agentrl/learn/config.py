@@ -555,7 +555,7 @@ class TrainConfig(BaseModel):
     bfloat16_copy: Annotated[bool, MayChange()] = False
     """With `precision: bfloat16`, passes compute with a copy of the weights that is rounded once for a minibatch, in place of
     each weight for each pass; hidden states are bfloat16 between layers too, as they are with shards and adapters anyway.
-    Fewer kernels and smaller activations; for whole weights, up to 1.7 times the rounding error."""
+    Fewer kernels and smaller activations; for whole weights, 1.4 to 1.8 times the rounding error."""
     sharding: Literal["none", "full"] = "none"
     """Sharding over ranks. `none`: each holds all weights (DDP). `full`: weights, gradients and the optimizer's state are
     sharded (FSDP2)."""
