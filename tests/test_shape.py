@@ -181,3 +181,14 @@ def test_a_circle_is_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [{"b", "c"}]
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": {"d"}}) == [{"a", "b", "c"}, {"d", "e"}]
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_what_make_test_quick_leaves_out_is_there() -> None:
+    listed = (
+        (Path(__file__).parents[1] / "Makefile")
+        .read_text(encoding="utf-8")
+        .partition("LONG_FILES = ")[2]
+        .partition("\ntest-quick:")[0]
+    )
+    names = listed.replace("\\\n", " ").split()
+    assert [name for name in names if not (Path(__file__).parent / f"{name}.py").is_file()] == []
