@@ -1,6 +1,7 @@
 """Updates on a GPU against those on the CPU: layouts, precisions, families, optimizers."""
 
 from typing import Any, Literal, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from agentrl.errors import ConfigError
 from agentrl.learn.config import LossConfig
 from agentrl.learn.learner import Learner
 from agentrl.policy.config import Layout, LoraSettings
-from agentrl.policy.layout import choose_layout, probe_layout, probe_noise
+from agentrl.policy.layout import choose_layout, packed, probe_layout, probe_noise
 from tests.learn.test_learner import CREDITS, GROUPS
 from tests.learn.test_optimizer import NAMES, fit, make, net, weights
 from tests.support.architectures import ARCHITECTURES, tiny_model
@@ -110,6 +111,14 @@ def test_other_attention_of_transformers_packs_rows(attention: str) -> None:
     model = tiny("qwen3", head_dim=16)
     model.set_attn_implementation(attention)
     assert choose_layout(model.cuda(), "packed") == ("packed", None)
+
+
+def test_packed_rows_in_bfloat16_are_one_call_of_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    varlen = Mock(side_effect=packed.varlen_attn)
+    monkeypatch.setattr(packed, "varlen_attn", varlen)
+    model = tiny("qwen3", head_dim=64).cuda()
+    assert choose_layout(model, "packed", half=True) == ("packed", None)  # exact in float32, as near in bfloat16
+    assert varlen.call_count == 2  # layers, in bfloat16 alone
 
 
 def test_heads_too_small_for_flex_attention_are_told() -> None:

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from agentrl.errors import TrainingError
 from agentrl.models.auto_classes import name_body
-from agentrl.policy.layout import hidden_states, lay_out, probe_layout
+from agentrl.policy.layout import hidden_states, lay_out, packed, probe_layout
 from agentrl.policy.layout.packed import PackedRows, _by_length, packed_attention_of
 from tests.support.each import each
 from tests.support.models import made, tiny
@@ -64,8 +65,60 @@ def test_every_slot_of_a_row_is_read_from_where_it_was_computed(lengths: list[in
     inputs, _ = lay_out([np.arange(length) for length in lengths], "packed")
     rows = PackedRows.from_paths(inputs.paths, inputs.ids_BL)
     computed_P = torch.cat([slot_RW.flatten() for slot_RW in rows.slots])[rows.read_BL.flatten()]
+    bounds = rows.bounds_N.tolist()
+    assert rows.longest == max(np.diff(bounds))
     for path in inputs.paths:
         assert computed_P[path].tolist() == path.tolist()
+        assert bounds[bounds.index(path[0]) + 1] == path[-1] + 1  # a run of its own
+
+
+def run_by_run(
+    query_PHD: Tensor,
+    key_PHD: Tensor,
+    value_PHD: Tensor,
+    bounds_N: Tensor,
+    *_: Tensor | int,
+    scale: float,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention as torch documents `varlen_attn`, which runs on GPUs alone."""
+    assert kwargs == {"window_size": (-1, 0), "enable_gqa": True}
+    assert bounds_N.dtype == torch.int32
+    found = []
+    for start, stop in pairwise(bounds_N.tolist()):
+        parts = [states_PHD[start:stop].transpose(0, 1) for states_PHD in (query_PHD, key_PHD, value_PHD)]
+        out_HLD = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, scale=scale, enable_gqa=True)
+        found.append(out_HLD.transpose(0, 1))
+    return torch.cat(found)
+
+
+def test_runs_of_any_length_are_one_call_without_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("qwen3")
+    on_cpu = Mock(side_effect=run_by_run)
+    monkeypatch.setattr(packed, "varlen_attn", on_cpu)
+    monkeypatch.setattr(packed, "_fits_varlen", lambda *_, **__: True)
+    assert probe_layout(model, "packed")[0] < 1e-5
+    assert on_cpu.call_count == 2  # layers
+    assert probe_layout(tiny("mistral"), "packed")[0] < 1e-5
+    assert on_cpu.call_count == 2  # not under the mask of a window
+
+
+@each("change", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"is_causal": False}])
+def test_what_flash_attention_lacks_is_left_to_other_kernels(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    module, query_BHLD, value_BHLD = (
+        torch.nn.Module(),
+        *torch.zeros(2, 1, 4, 3, 64, dtype=torch.bfloat16, device="meta"),
+    )
+    assert packed._fits_varlen(module, query_BHLD, value_BHLD, dropout=0.0, is_causal=None, softcap=None)
+    assert not packed._fits_varlen(module, query_BHLD, value_BHLD, **change)
+    assert not packed._fits_varlen(module, query_BHLD.float(), value_BHLD.float())
+    assert not packed._fits_varlen(module, query_BHLD, value_BHLD[..., :32])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert not packed._fits_varlen(module, query_BHLD, value_BHLD)
 
 
 def test_chunks_are_counted_from_the_beginning_of_a_row() -> None:
