@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from agentrl.errors import ConfigError
 from agentrl.learn.config import LossConfig
@@ -114,7 +115,7 @@ def test_other_attention_of_transformers_packs_rows(attention: str) -> None:
 
 
 def test_packed_rows_in_bfloat16_are_one_call_of_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    varlen = Mock(side_effect=packed.varlen_attn)
+    varlen = Mock(side_effect=varlen_attn)
     monkeypatch.setattr(packed, "varlen_attn", varlen)
     model = tiny("qwen3", head_dim=64).cuda()
     assert choose_layout(model, "packed", half=True) == ("packed", None)  # exact in float32, as near in bfloat16

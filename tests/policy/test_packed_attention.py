@@ -72,22 +72,19 @@ def test_every_slot_of_a_row_is_read_from_where_it_was_computed(lengths: list[in
         assert bounds[bounds.index(path[0]) + 1] == path[-1] + 1  # a run of its own
 
 
-def run_by_run(
-    query_PHD: Tensor,
-    key_PHD: Tensor,
-    value_PHD: Tensor,
-    bounds_N: Tensor,
-    *_: Tensor | int,
-    scale: float,
-    **kwargs: Any,
-) -> Tensor:
+def run_by_run(query_PHD: Tensor, key_PHD: Tensor, value_PHD: Tensor, **kwargs: Any) -> Tensor:
     """Attention as torch documents `varlen_attn`, which runs on GPUs alone."""
-    assert kwargs == {"window_size": (-1, 0), "enable_gqa": True}
+    bounds_N, scale = kwargs["cu_seq_q"], kwargs["scale"]
+    longest = int(bounds_N.diff().max())
+    runs = {"cu_seq_q": bounds_N, "cu_seq_k": bounds_N, "max_q": longest, "max_k": longest}
+    assert kwargs == {**runs, "scale": scale, "window_size": (-1, 0), "enable_gqa": True}
     assert bounds_N.dtype == torch.int32
     found = []
     for start, stop in pairwise(bounds_N.tolist()):
-        parts = [states_PHD[start:stop].transpose(0, 1) for states_PHD in (query_PHD, key_PHD, value_PHD)]
-        out_HLD = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, scale=scale, enable_gqa=True)
+        query_HLD, key_HLD, value_HLD = (part[start:stop].transpose(0, 1) for part in (query_PHD, key_PHD, value_PHD))
+        out_HLD = torch.nn.functional.scaled_dot_product_attention(
+            query_HLD, key_HLD, value_HLD, is_causal=True, scale=scale, enable_gqa=True
+        )
         found.append(out_HLD.transpose(0, 1))
     return torch.cat(found)
 

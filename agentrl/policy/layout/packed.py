@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -122,9 +122,23 @@ def _attend(
         raise TrainingError(f"{type(module).__name__} was called without rows; run the model through hidden_states")
     states = [states_BHLD.transpose(1, 2).flatten(0, 1) for states_BHLD in (query_BHLD, key_BHLD, value_BHLD)]
     if mask_11LL is None and _fits_varlen(module, query_BHLD, value_BHLD, **kwargs):
-        halves = [states_PHD.to(value_BHLD.dtype) for states_PHD in states]  # norms leave autocast in float32
-        runs = [agentrl_packed.bounds_N] * 2 + [agentrl_packed.longest] * 2
-        out_PHD = varlen_attn(*halves, *runs, scale=kwargs.get("scaling"), window_size=(-1, 0), enable_gqa=True)
+        # Norms of queries and keys leave autocast in float32.
+        query_PHD, key_PHD, value_PHD = (states_PHD.to(value_BHLD.dtype) for states_PHD in states)
+        out_PHD = cast(
+            "Tensor",
+            varlen_attn(
+                query_PHD,
+                key_PHD,
+                value_PHD,
+                cu_seq_q=agentrl_packed.bounds_N,
+                cu_seq_k=agentrl_packed.bounds_N,
+                max_q=agentrl_packed.longest,
+                max_k=agentrl_packed.longest,
+                scale=kwargs.get("scaling"),
+                window_size=(-1, 0),
+                enable_gqa=True,
+            ),
+        )
         return out_PHD.unflatten(0, agentrl_packed.read_BL.shape), None
     parts = []
     for slot_RW in agentrl_packed.slots:
