@@ -3,8 +3,8 @@
     python -m benchmarks.before_after COMMIT [--repeats 5] [--only update]
 
 Two workloads: the training step of `benchmarks.train_step` (row `shared_75`, five updates, the first not timed), and the
-default recipe (20 steps without warm-up; the time of a step's rollouts and update). Each runs in a process of its own, one
-commit after the other; printed are medians over all repeats, and their ratio.
+default recipe (20 steps without warm-up, after which versions would play other episodes; the time of a step's rollouts and
+update). Each runs in a process of its own, one commit after the other; printed are medians over all repeats, and their ratio.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from pathlib import Path
 from agentrl.cli.entry import main
 
 try:
-    main(["train", "calculator", "--train.steps", "20", "--warmup.steps", "20", "--run_dir", sys.argv[1] + "/run"])
+    main(["train", "calculator", "--train.steps", "20", "--warmup.steps", "0", "--run_dir", sys.argv[1] + "/run"])
 except SystemExit as end:
     assert not end.code, end.code
 rows = [json.loads(line) for line in Path(sys.argv[1], "run", "metrics.jsonl").read_text().splitlines()]
