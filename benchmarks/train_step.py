@@ -503,8 +503,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max_tokens", type=int, default=0, help="0: those of the largest group")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="TRL's, as by default")
     parser.add_argument("--quick", action="store_true", help="one small row, to see that it works")
-    parser.add_argument("--bound", type=float, help="measure the cost of this train.target_kl, in place of TRL")
-    parser.add_argument("--copy", action="store_true", help="measure the gain of train.bfloat16_copy, in place of TRL")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--bound", type=float, help="measure the cost of this train.target_kl, in place of TRL")
+    instead.add_argument("--copy", action="store_true", help="measure the gain of train.bfloat16_copy, in place of TRL")
     return parser.parse_args()
 
 

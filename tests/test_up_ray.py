@@ -54,6 +54,24 @@ def members(run: Path, *words: str) -> list[psutil.Process]:
     return sorted(found, key=lambda process: int(process.pid))
 
 
+def lose_node(found: Any, address: str) -> None:
+    """End a node of a cluster as if its machine were gone."""
+    lost = next(node for node in found.worker_nodes if node.node_ip_address == address)
+    found.remove_node(lost, allow_graceful=False)
+
+
+def assert_resumed_and_ends(process: Command, run: Path, recipe: Path, *, least: int) -> None:
+    """Assert that trainers go on after they have ended once, and that at least so many members end with the command."""
+    until(partial(has_step, run, len(rows(run)) + 2), process)
+    assert "the trainers ended with status" in process.out
+    everyone = members(run) + members(recipe)
+    assert len(everyone) >= least
+    process.kill()  # nothing outlives it, however it ends
+    assert psutil.wait_procs(everyone, timeout=60)[1] == []
+    numbers = [row["step"] for row in rows(run)]
+    assert numbers == list(range(len(numbers)))
+
+
 def ranks(run: Path) -> list[psutil.Process]:
     return [process for process in members(run, "launch") if "agentrl" in process.cmdline()]
 
@@ -118,20 +136,11 @@ def test_a_server_whose_node_is_lost_starts_on_another_and_trainers_resume_with_
             until(partial(has_step, run, 2), process)
             found.add_node(num_cpus=1, node_ip_address="127.0.0.5")
             serving = log.read_text().partition("serving at http://")[2].partition(":")[0]
-            lost = next(node for node in found.worker_nodes if node.node_ip_address == serving)
-            found.remove_node(lost, allow_graceful=False)
+            lose_node(found, serving)
             until(lambda: log.read_text().count("serving at http://127.0.0.5:") == 1, process)
-            step = len(rows(run))
-            until(partial(has_step, run, step + 2), process)
-            assert "the trainers ended with status" in process.out
-            everyone = members(tmp_path / "run") + members(recipe)
-            assert len(everyone) > 4
-            process.kill()  # nothing outlives it, however it ends
-            assert psutil.wait_procs(everyone, timeout=60)[1] == []
+            assert_resumed_and_ends(process, run, recipe, least=5)
         finally:
             process.kill()
-    numbers = [row["step"] for row in rows(run)]
-    assert numbers == list(range(len(numbers)))
 
 
 @pytest.mark.slow
@@ -155,20 +164,11 @@ def test_environments_are_actors_that_move_to_another_node_with_their_address(
                 connect(f"ws://{address}/status")
             serving = members(recipe, "env-serve")
             assert "Actor" in " ".join(serving[0].parent().cmdline())
-            lost = next(node for node in found.worker_nodes if address.startswith(f"{node.node_ip_address}:"))
-            found.remove_node(lost, allow_graceful=False)
+            lose_node(found, address.partition(":")[0])
             until(lambda: log.read_text().count("serving at ws://127.0.0.5:") == 1, process)
-            step = len(rows(run))
-            until(partial(has_step, run, step + 2), process)
-            assert "the trainers ended with status" in process.out
-            everyone = members(run) + members(recipe)
-            assert len(everyone) > 3
-            process.kill()  # nothing outlives it, however it ends
-            assert psutil.wait_procs(everyone, timeout=60)[1] == []
+            assert_resumed_and_ends(process, run, recipe, least=4)
         finally:
             process.kill()
-    numbers = [row["step"] for row in rows(run)]
-    assert numbers == list(range(len(numbers)))
 
 
 def test_what_is_missing_is_named(

@@ -70,7 +70,7 @@ class KeyDoor(ToolEnv):
             self.num_distractors > 0
             and f"Then you walk to the door for {self.num_distractors} turns, in which you are asked something and "
             "nothing that you do matters: answer in a few words, or call look.",
-            "When you are told 'The door.', call open_door.",
+            "When you read 'The door.', call open_door.",
             self.turn_rewards and f"Taking the key earns {self.key_reward:g}.",
             self.noise > 0 and f"Each turn on the way earns or costs {self.noise:g} by chance.",
             "Opening the door ends the task: with the key it earns 1, without it nothing.",
