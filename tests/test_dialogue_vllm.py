@@ -1,4 +1,4 @@
-"""A user whom a model plays, as docs/dialogue.md has it: a chat model talks with its own start."""
+"""A user whom a model plays, as docs/your-environment.md has it: a chat model talks with its own start."""
 
 import os
 import subprocess

@@ -56,7 +56,7 @@ def test_pages_are_read_and_searched_without_asking_anyone_else(
     try:
         watched = Watched(context.new_page())
         page = watched.page
-        for name in ("index", "start", "report", "api", "fields", "coming-from", "design/index"):
+        for name in ("index", "start", "report", "api", "fields", "your-environment", "design/index"):
             page.goto(f"{address}/{name}.html")
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
             assert page.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 0)"), (

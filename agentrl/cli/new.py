@@ -399,7 +399,7 @@ def add(commands: Commands) -> None:
     new.add_argument(
         "--dialogue",
         action="store_true",
-        help="write an environment in which the agent talks with a user, its test and its recipe (docs/dialogue.md)",
+        help="write an environment in which the agent talks with a user, its test and its recipe (docs/your-environment.md)",
     )
 
 
