@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.environments [--only NAME ...] [--write]
     python -m benchmarks.environments --page NAME ...
 
-The first prints a table, and with `--write` puts it into docs/environments.md (with `--only`, these rows alone). The second
-writes the sample episode into docs/environments/NAME.md: the oracle's, of the first setting, with seed 0.
+The first prints a table, and with `--write` puts it into benchmarks/results/environments.md (with `--only`, these rows
+alone). The second writes the sample episode into docs/environments/NAME.md: the oracle's, of the first setting, with seed 0.
 
 The page of an environment may say with which settings it is measured, in a line of its own; `{}` where there is none:
 
@@ -41,7 +41,7 @@ from tests.support.built_in import (
     success,
 )
 
-INDEX = ROOT / "docs" / "environments.md"
+INDEX = ROOT / "benchmarks" / "results" / "environments.md"
 _BEGIN, _END = "<!-- episode -->\n", "<!-- end -->"
 _TABLE = "<!-- table -->\n"
 _HEAD = "| environment | options | oracle | random | constant | turns | episodes/s |\n" + "|---" * 7 + "|\n"
@@ -66,7 +66,7 @@ class Row:
         options = ", ".join(f"`{name}: {json.dumps(value)}`" for name, value in self.options.items()) or "default"
         shares = " | ".join(f"{share:.1%}" for share in (self.oracle, self.random, self.constant))
         return (
-            f"| [{self.name}](environments/{self.name}.md) | {options} | {shares} | {self.turns:.1f} "
+            f"| [{self.name}](../../docs/environments/{self.name}.md) | {options} | {shares} | {self.turns:.1f} "
             f"| {float(f'{self.per_second:.2g}'):,.0f} |"
         )
 
@@ -113,7 +113,7 @@ def write_page(name: str) -> None:
 
 
 def write_table(rows: Iterable[Row]) -> None:
-    """Put rows into the index, in the place of those of the same environments."""
+    """Put rows into the table, in the place of those of the same environments."""
     text = INDEX.read_text(encoding="utf-8")
     before, begin, rest = text.partition(_TABLE)
     old, end, after = rest.partition(_END)
@@ -131,7 +131,7 @@ def write_table(rows: Iterable[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(built_in()), default=list(built_in()))
-    parser.add_argument("--write", action="store_true", help="put the rows into docs/environments.md")
+    parser.add_argument("--write", action="store_true", help="put the rows into benchmarks/results/environments.md")
     parser.add_argument(
         "--page", nargs="+", choices=list(built_in()), help="write sample episodes, and measure nothing"
     )

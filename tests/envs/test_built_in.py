@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 from typing import Any
 
 import gymnasium as gym
@@ -69,6 +70,11 @@ def test_the_page_of_every_environment_ends_in_the_episode_that_the_script_makes
             continue
         page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
         assert sample_episode(name) in page, f"python -m benchmarks.environments --page {name}"
+
+
+def test_the_list_of_environments_names_all_of_them() -> None:
+    listed = re.findall(r"^\| \[(\w+)\]\(environments/", (PAGES.parent / "environments.md").read_text("utf-8"), re.MULTILINE)
+    assert listed == sorted(NAMES)
 
 
 def test_every_environment_has_a_gymnasium_id() -> None:
