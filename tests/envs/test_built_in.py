@@ -73,7 +73,9 @@ def test_the_page_of_every_environment_ends_in_the_episode_that_the_script_makes
 
 
 def test_the_list_of_environments_names_all_of_them() -> None:
-    listed = re.findall(r"^\| \[(\w+)\]\(environments/", (PAGES.parent / "environments.md").read_text("utf-8"), re.MULTILINE)
+    listed = re.findall(
+        r"^\| \[(\w+)\]\(environments/", (PAGES.parent / "environments.md").read_text("utf-8"), re.MULTILINE
+    )
     assert listed == sorted(NAMES)
 
 
