@@ -28,9 +28,10 @@ WITHOUT_FIELDS = {
     "2026-11-27-pushes.md",
     "2026-11-28-adapters.md",
     "2026-11-28-bfcl.md",
+    "2026-11-29-collectives.md",
+    "2026-11-29-up_kills.md",
+    "2026-11-29-bfloat16_copy.md",
     "2026-11-29-untrained.md",
-    "environments.md",
-    "hardware.md",
     "models.md",
     "reliability.md",
     # From before fields were recorded: the next run of each adds them.
@@ -42,6 +43,7 @@ WITHOUT_FIELDS = {
     "2026-11-24-environments.md",
     "2026-11-26-gpu.md",
     "2026-11-26-plan_memory.md",
+    "2026-11-27-gpu.md",
     "evidence.md",
     "scaling.md",
 }
