@@ -44,6 +44,7 @@ WITHOUT_FIELDS = {
     "2026-11-26-gpu.md",
     "2026-11-26-plan_memory.md",
     "2026-11-27-gpu.md",
+    "environments.md",
     "evidence.md",
     "scaling.md",
 }
