@@ -1,10 +1,12 @@
 """Compiled layers of a tiny Qwen3: the same losses and gradients, and how many graphs that takes."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch._dynamo.utils import counters
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
@@ -51,9 +53,12 @@ def gradients(
 
 
 @pytest.fixture(autouse=True)
-def may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch compile: vLLM in the process of the tests turns that off."""
+def may_compile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let torch compile, which vLLM in the process of the tests turns off, in a precision of each test's own."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.slow
