@@ -114,6 +114,7 @@ def test_what_flash_attention_lacks_is_left_to_other_kernels(
     assert not packed._fits_varlen(module, query_BHLD, value_BHLD, **change)
     assert not packed._fits_varlen(module, query_BHLD.float(), value_BHLD.float())
     assert not packed._fits_varlen(module, query_BHLD, value_BHLD[..., :32])
+    assert not packed._fits_varlen(module, query_BHLD[..., :20], value_BHLD[..., :20])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert not packed._fits_varlen(module, query_BHLD, value_BHLD)
 

@@ -24,7 +24,7 @@ from agentrl.policy.layout.tree_attention import attention_set
 
 _NAME = "agentrl_packed"
 _LARGEST_HEAD = 256
-"""Largest head size of torch's flash attention."""
+"""Largest head size of torch's flash attention, whose heads are multiples of 8."""
 _HAS_VARLEN = {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
 """Whether this torch's attention to runs of any length takes causal queries that share heads of keys."""
 
@@ -101,7 +101,8 @@ def _fits_varlen(module: nn.Module, query_BHLD: Tensor, value_BHLD: Tensor, **kw
         return False
     others = [kwargs.get("dropout"), *(kwargs.get(name) is not None for name in ("softcap", "position_bias", "s_aux"))]
     others.append(not (getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]))
-    fits = query_BHLD.shape[-1] == value_BHLD.shape[-1] <= _LARGEST_HEAD and not any(others)
+    size = value_BHLD.shape[-1]
+    fits = query_BHLD.shape[-1] == size <= _LARGEST_HEAD and size % 8 == 0 and not any(others)
     return fits and torch.cuda.get_device_capability() >= (8, 0)
 
 
