@@ -3,8 +3,9 @@
     python -m benchmarks.before_after COMMIT [--repeats 5] [--only update]
 
 Two workloads: the training step of `benchmarks.train_step` (row `shared_75`, five updates, the first not timed), and the
-default recipe (20 steps without warm-up, after which versions would play other episodes; the time of a step's rollouts and
-update). Each runs in a process of its own, one commit after the other; printed are medians over all repeats, and their ratio.
+default recipe (20 steps without warm-up, after which versions would play other episodes: nothing is earned, so updates are
+skipped, and the time is that of rollouts). Each runs in a process of its own, one commit after the other; printed are medians
+over all repeats, and their ratio.
 """
 
 import argparse
