@@ -1,11 +1,11 @@
-"""The flagship: a real chat model learns to find treasures in mazes (`examples/treasure.yaml`), with four losses and credits.
+"""The flagship: a real chat model learns to find treasures in mazes (`examples/treasure.yaml`), by several arms.
 
     python -m benchmarks.flagship run --out FILE [--seeds 0 1 2] [--arms ...] [--jobs 1] [--runs FOLDER]
     python -m benchmarks.flagship tell --out FILE [--plot FILE.svg]
 
-An arm is a ratio of RATIOS with a credit scheme of CREDITS. All arms have the recipe's other fields, its learning rate
-included, which is tuned for none of them apart; runs of one seed have the same warm-up and the same first episodes. With one
-job a run has all cores of the machine; with more, each has one thread.
+An arm has the recipe's fields but for those of ARMS. COMPARED are each ratio with each credit scheme, at the recipe's learning
+rate, which is tuned for none of them apart; their runs of one seed have the same warm-up and the same first episodes. With
+one job a run has all cores of the machine; with more, each has one thread.
 
 Results are appended to FILE as JSON lines with the fields of the recipe that a run resolved; no run that is in it is made
 again, and one that was killed goes on from its last checkpoint, so that its times are those of the rest. Run folders are kept
@@ -18,6 +18,7 @@ exact permutation of signs; with n pairs it is at least 2 / 2^n.
 
 import argparse
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -29,45 +30,57 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agentrl.report.folder import RunFolder
+from agentrl.report.statistics import holm
 from benchmarks.cells import sign_flip_p
 from benchmarks.evidence import Result, area, at_the_end, figures, mean_and_error
 from benchmarks.result_lines import ROOT, append_line, fields_block, read_lines
+from examples.treasure import DIRECTIONS, Treasure
 
 RECIPE = "examples/treasure.yaml"
 RATIOS = {
-    "grpo": ["--loss.algorithm", "grpo"],
-    "gspo_token": ["--loss.algorithm", "gspo_token", "--loss.clip_by_length", "8000"],
+    "grpo": "--loss.algorithm grpo",
+    "gspo_token": "--loss.algorithm gspo_token --loss.clip_by_length 8000",
 }
 """`gspo_token` has the paper's range at 8,000 tokens, wider for the few that an episode has here."""
 CREDITS = {
-    "uniform": ["--credit.scheme", "uniform"],
-    "action_values": ["--credit.scheme", "action_values", "--credit.gamma", "1", "--credit.lam", "0.5"],
+    "uniform": "--credit.scheme uniform",
+    "action_values": "--credit.scheme action_values --credit.gamma 1 --credit.lam 0.5",
 }
+COMPARED = {f"{ratio}/{credit}": f"{RATIOS[ratio]} {CREDITS[credit]}" for ratio, credit in product(RATIOS, CREDITS)}
+OWN = next(iter(COMPARED))
+"""The arm of the recipe."""
+ARMS = COMPARED | {
+    "hybrid": "--loss gspo_hybrid",
+    "adapters": "--model.lora.rank 16 --train.learning_rate 2e-4 --warmup.learning_rate 2e-4",
+    "partial": "--rollout.mode partial --rollout.max_staleness 4",
+    "long": "--env.id benchmarks.flagship:LongAnswers --warmup.steps 0 --rollout.cut_off act --rollout.max_turn_tokens 128 "
+    "--rollout.max_episode_tokens 896 --rollout.max_context_tokens 1536 --rollout.num_groups 2 --rollout.dynamic_sampling 0 "
+    "--evaluation.num_tasks 32",
+}
+"""Options of each arm."""
 MIN_PAIRS = 5
 """Least number of pairs of which a p is told."""
+
+
+class LongAnswers(Treasure):
+    """The same mazes for answers of many words: the last direction that one names is taken, so that no warm-up is needed."""
+
+    def answer(self, text: str) -> str:
+        said = re.findall("|".join(DIRECTIONS), text.lower())
+        return super().answer(said[-1] if said else "")
 
 
 class Job(NamedTuple):
     """One run."""
 
-    ratio: str
-    credit: str
+    arm: str
     seed: int
-
-    @property
-    def arm(self) -> str:
-        return f"{self.ratio}/{self.credit}"
-
-
-ARMS = [Job(ratio, credit, 0).arm for ratio, credit in product(RATIOS, CREDITS)]
-OWN = ARMS[0]
-"""The arm of the recipe."""
 
 
 def train(job: Job, out: Path, runs: Path, *, num_threads: int, more: Sequence[str] = ()) -> None:
     """Make one run and append its result; what a killed one has done, up to its last checkpoint, is not done again."""
-    folder = runs / f"{job.ratio}-{job.credit}-{job.seed}"
-    options = [*RATIOS[job.ratio], *CREDITS[job.credit], *more, "--seed", str(job.seed), "--run_dir", str(folder)]
+    folder = runs / f"{job.arm.replace('/', '-')}-{job.seed}"
+    options = [*ARMS[job.arm].split(), *more, "--seed", str(job.seed), "--run_dir", str(folder)]
     what = [str(folder)] if folder.exists() else [RECIPE, *options]
     process = subprocess.Popen(
         [sys.executable, "-m", "agentrl", "train", "--quiet", *what],
@@ -99,9 +112,7 @@ def read_run(folder: Path) -> Result:
 
 def told(result: Result) -> str:
     curve = " ".join(f"{success:.2f}" for success in result["curve"])
-    return (
-        f"{result['ratio']:10} {result['credit']:13} seed {result['seed']} {curve} ({result['seconds'] / 60:.1f} min)"
-    )
+    return f"{result['arm']:24} seed {result['seed']} {curve} ({result['seconds'] / 60:.1f} min)"
 
 
 def read_results(out: Path) -> dict[Job, Result]:
@@ -126,13 +137,13 @@ def by_arm(known: dict[Job, Result]) -> dict[str, dict[int, Result]]:
 
 def tell(known: dict[Job, Result]) -> None:
     arms = {arm: results for arm, results in by_arm(known).items() if results}
-    print("| ratio | credit | seeds | start | end, each seed | end | area | seconds a step, median |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| arm | seeds | start | end, each seed | end | area | seconds a step, median |")
+    print("|---|---|---|---|---|---|---|")
     for arm, results in arms.items():
         found = list(results.values())
         steps = statistics.median(seconds for result in found for seconds in result["seconds_a_step"])
         cells = [
-            *arm.split("/"),
+            arm,
             ", ".join(map(str, results)),
             f"{statistics.fmean(result['curve'][0] for result in found):.3f}",
             " ".join(f"{at_the_end(result):.3f}" for result in found),
@@ -142,36 +153,35 @@ def tell(known: dict[Job, Result]) -> None:
         ]
         print(f"| {' | '.join(cells)} |")
     print()
-    for name, pairs in contrasts().items():
-        tell_difference(name, [differences(arms, ours, others) for ours, others in pairs])
+    gained = {name: by_seed(arms, pairs) for name, pairs in contrasts().items()}
+    effects = [sign_flip_p(list(by.values())) for by in list(gained.values())[:2] if len(by) >= MIN_PAIRS]
+    adjusted = dict(zip(gained, holm(effects), strict=False))
+    for name, by in gained.items():
+        if not by:
+            continue
+        values = list(by.values())
+        p = f", p {sign_flip_p(values):.2g}" if len(values) >= MIN_PAIRS else ""
+        p += f", by Holm {adjusted[name]:.2g}" if name in adjusted else ""
+        each = " ".join(f"{value:+.3f}" for value in values)
+        print(f"- {name}, area, {len(values)} pairs: {mean_and_error(values)} ({each}){p}")
     print(f"\n{fields_block(RECIPE)}")
 
 
 def contrasts() -> dict[str, list[tuple[str, str]]]:
-    """Return the pairs of arms of each contrast: the main effects, and each arm less the recipe's."""
+    """Return the pairs of arms of each contrast: the two main effects, and each arm less the recipe's."""
     (ratio, other_ratio), (credit, other_credit) = RATIOS, CREDITS
     effects = {
         f"{other_ratio} less {ratio}": [(f"{other_ratio}/{each}", f"{ratio}/{each}") for each in CREDITS],
         f"{other_credit} less {credit}": [(f"{each}/{other_credit}", f"{each}/{credit}") for each in RATIOS],
     }
-    return effects | {f"{arm} less {OWN}": [(arm, OWN)] for arm in ARMS[1:]}
+    return effects | {f"{arm} less {OWN}": [(arm, OWN)] for arm in COMPARED if arm != OWN}
 
 
-def differences(arms: dict[str, dict[int, Result]], ours: str, others: str) -> dict[int, float]:
-    """Return the difference in area of two arms by seed."""
-    mine, theirs = arms.get(ours, {}), arms.get(others, {})
-    return {seed: area(mine[seed]) - area(theirs[seed]) for seed in mine if seed in theirs}
-
-
-def tell_difference(name: str, found: Sequence[dict[int, float]]) -> None:
-    """Print the mean over the seeds that all pairs of arms have."""
-    seeds = [seed for seed in found[0] if all(seed in each for each in found)]
-    if not seeds:
-        return
-    values = [statistics.fmean(each[seed] for each in found) for seed in seeds]
-    p = f", p {sign_flip_p(values):.2g}" if len(values) >= MIN_PAIRS else ""
-    each = " ".join(f"{value:+.3f}" for value in values)
-    print(f"- {name}, area, {len(values)} pairs: {mean_and_error(values)} ({each}){p}")
+def by_seed(arms: dict[str, dict[int, Result]], pairs: Sequence[tuple[str, str]]) -> dict[int, float]:
+    """Return the difference in area by seed, the mean over pairs of arms that have all been run with it."""
+    both = [(arms.get(ours, {}), arms.get(others, {})) for ours, others in pairs]
+    seeds = sorted(set.intersection(*(set(runs) for pair in both for runs in pair)))
+    return {seed: statistics.fmean(area(ours[seed]) - area(others[seed]) for ours, others in both) for seed in seeds}
 
 
 def plot(known: dict[Job, Result], path: Path) -> None:
@@ -220,7 +230,7 @@ def main() -> None:
     runs = commands.add_parser("run")
     runs.add_argument("--out", type=Path, required=True, help="results, one JSON line each; appended to")
     runs.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    runs.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    runs.add_argument("--arms", nargs="+", choices=ARMS, default=list(COMPARED))
     runs.add_argument("--jobs", type=int, default=1, help="runs at once")
     runs.add_argument("--runs", type=Path, default=ROOT / "runs" / "flagship", help="where run folders are kept")
     tells = commands.add_parser("tell")
@@ -234,11 +244,7 @@ def main() -> None:
             plot(known, options.plot)
         return
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    jobs = [
-        Job(ratio, credit, seed)
-        for seed, arm in product(options.seeds, options.arms)
-        for ratio, credit in [arm.split("/")]
-    ]
+    jobs = [Job(arm, seed) for seed, arm in product(options.seeds, options.arms)]
     run(options.out, jobs, num_jobs=options.jobs, runs=options.runs, more=more)
 
 
