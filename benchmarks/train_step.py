@@ -99,11 +99,11 @@ ROWS = {
     "long_tail": Row(is_shared=False, faster=3.5),
     "vocabulary": Row(groups=1, turns=shared(0.75), vocab_size=151_936, faster=8, leaner=8),
     "tools": Row(turns=_TOOLS, vocab_size=8192, faster=1.7),
-    "flagship": Row(turns=((41, 3), *[(22, 3)] * 3), vocab_size=49_152, size=SMOLLM2, faster=2),
+    "flagship": Row(turns=((41, 2), *[(22, 2)] * 6), vocab_size=49_152, size=SMOLLM2, faster=2),
     "0.6B_shared_75": Row(turns=shared(0.75), vocab_size=151_936, size="0.6B", precision="bfloat16"),
     "0.6B_tools": Row(turns=_TOOLS, vocab_size=151_936, size="0.6B", precision="bfloat16"),
 }
-"""Tools: three quarters of what follows the prompt are observations. Flagship: SmolLM2-135M-Instruct, four short
+"""Tools: three quarters of what follows the prompt are observations. Flagship: SmolLM2-135M-Instruct, seven short
 turns of random tokens. `0.6B`: for GPUs."""
 QUICK = {"shared_75": replace(ROWS["shared_75"], groups=2, turns=shared(0.75, 128), faster=None, leaner=None)}
 
