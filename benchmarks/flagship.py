@@ -55,7 +55,7 @@ ARMS = COMPARED | {
     "partial": "--rollout.mode partial --rollout.max_staleness 4",
     "long": "--env.id benchmarks.flagship:LongAnswers --warmup.steps 0 --rollout.cut_off act --rollout.max_turn_tokens 128 "
     "--rollout.max_episode_tokens 896 --rollout.max_context_tokens 1536 --rollout.num_groups 2 --rollout.dynamic_sampling 0 "
-    "--train.steps 5 --evaluation.num_tasks 32",
+    "--train.steps 5 --train.max_tokens_per_micro_batch 4096 --evaluation.num_tasks 32",
 }
 """Options of each arm."""
 MIN_PAIRS = 5
