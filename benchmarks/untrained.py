@@ -27,6 +27,7 @@ MAX_TURNS = {
     "key_door": 8,
     "negotiation": 9,
     "python_sandbox": 8,
+    "repository": 8,
     "search": 8,
     "service_desk": 12,
     "shell": 8,
@@ -36,7 +37,7 @@ MAX_TURNS = {
     "wordle": 8,
 }
 """Turns of an episode at most: about as many as the oracle takes, or a few more."""
-_CODE = {"python_sandbox", "shell", "sql_analyst"}
+_CODE = {"python_sandbox", "repository", "shell", "sql_analyst"}
 _TOKENS, _CODE_TOKENS = 48, 128
 """Tokens of a turn at most."""
 
