@@ -2,7 +2,7 @@
 
     pip install 'trl==1.16.*'
     python -m benchmarks.train_step [--rows shared_75 tools ...] [--repeats 5] [--quick]
-        [--devices cpu cuda] [--batch_size 8] [--max_tokens 0] [--gradient_checkpointing]
+        [--devices cpu cuda] [--batch_size 8] [--max_tokens 0] [--gradient_checkpointing] [--rollouts FILE]
     python -m benchmarks.train_step --bound 0.02 [--rows shared_75] [--repeats 5] [--quick]    cost of train.target_kl
     python -m benchmarks.train_step --copy [--rows shared_75_bf16] [--repeats 5] [--quick]    gain of train.bfloat16_copy
 
@@ -57,6 +57,7 @@ from agentrl.models.gguf import SMOLLM2, gguf_folder
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.layout.tree import plan_tree
 from agentrl.policy.model import Policy, checkpoint_layers
+from agentrl.report.records import read_records
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
 from benchmarks.result_lines import fields_block
 from tests.support.qwen3 import config_of
@@ -157,13 +158,23 @@ def make_model(row: Row) -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def make_groups(row: Row) -> tuple[list[TrajectoryGroup], list[list[float]]]:
-    """Return trajectories of random tokens, and advantages.
+def read_episodes(path: Path) -> list[list[list[npt.NDArray[np.int64]]]]:
+    """Return observation and action of each turn of each episode of each group in a step's recorded rollouts."""
+    groups: dict[str, list[list[npt.NDArray[np.int64]]]] = {}
+    for record in read_records(path):
+        parts = [np.array(ids) for turn in record.turns for ids in (turn.observation_ids, turn.action_ids)]
+        groups.setdefault(record.group_id, []).append(parts)
+    return list(groups.values())
+
+
+def make_groups(row: Row, rollouts: Path | None = None) -> tuple[list[TrajectoryGroup], list[list[float]]]:
+    """Return trajectories of random tokens, or of recorded rollouts, and advantages.
 
     Ratios of trajectories are 0.5 to 2 % off 1, far beyond the clip range and any rounding: one in four on the side on which
     its advantage clips it, the others on the side on which it does not.
     """
     rng, model = np.random.default_rng(0), make_model(row).to("cuda" if torch.cuda.is_available() else "cpu")
+    recorded = None if rollouts is None else read_episodes(rollouts)
     groups, advantages = [], []
     for group in range(row.groups):
         advantages.append((drawn := rng.normal(size=row.group_size)) - drawn.mean())
@@ -176,6 +187,8 @@ def make_groups(row: Row) -> tuple[list[TrajectoryGroup], list[list[float]]]:
             parts = [rng.integers(row.vocab_size, size=size) for turn in lengths for size in turn]
             if row.is_shared and prompt is not None:
                 parts[0] = prompt
+            if recorded is not None:
+                parts = recorded[group][member]
             is_action_L = np.concatenate([np.full(len(part), number % 2 == 1) for number, part in enumerate(parts)])
             logprobs_T = model_logprobs(model, np.concatenate(parts), is_action_L)
             noise_T = rng.normal(scale=0.05, size=len(logprobs_T))
@@ -501,6 +514,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--devices", nargs="+", choices=devices, default=devices)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_tokens", type=int, default=0, help="0: those of the largest group")
+    parser.add_argument("--rollouts", type=Path, help="recorded rollouts of a step, in place of random tokens")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="TRL's, as by default")
     parser.add_argument("--quick", action="store_true", help="one small row, to see that it works")
     instead = parser.add_mutually_exclusive_group()
@@ -532,7 +546,7 @@ def main() -> None:
     print(header if options.bound is None else f"cost of train.target_kl: {options.bound}")
     for device in options.devices:
         for name, row in rows.items():
-            groups, advantages = make_groups(row)
+            groups, advantages = make_groups(row, options.rollouts)
             trees = [plan_tree([row.ids_L for t in group.trajectories for row in rows_of(t.turns)]) for group in groups]
             with tempfile.TemporaryDirectory() as folder:
                 task = Task(
