@@ -137,8 +137,8 @@ def by_arm(known: dict[Job, Result]) -> dict[str, dict[int, Result]]:
 
 def tell(known: dict[Job, Result]) -> None:
     arms = {arm: results for arm, results in by_arm(known).items() if results}
-    print("| arm | seeds | start | end, each seed | end | area | seconds a step, median |")
-    print("|---|---|---|---|---|---|---|")
+    print("| arm | seeds | start | end, each seed | end | area | entropy at the end | seconds a step, median |")
+    print("|---|---|---|---|---|---|---|---|")
     for arm, results in arms.items():
         found = list(results.values())
         steps = statistics.median(seconds for result in found for seconds in result["seconds_a_step"])
@@ -149,6 +149,7 @@ def tell(known: dict[Job, Result]) -> None:
             " ".join(f"{at_the_end(result):.3f}" for result in found),
             mean_and_error(list(map(at_the_end, found))),
             mean_and_error(list(map(area, found))),
+            f"{statistics.fmean(result['steps']['entropy'][-1] for result in found):.2f}",
             f"{steps:.0f}",
         ]
         print(f"| {' | '.join(cells)} |")

@@ -514,7 +514,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--devices", nargs="+", choices=devices, default=devices)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_tokens", type=int, default=0, help="0: those of the largest group")
-    parser.add_argument("--rollouts", type=Path, help="recorded rollouts of a step, in place of random tokens")
+    parser.add_argument("--rollouts", type=Path, help="a step's recorded rollouts, for --rows flagship")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="TRL's, as by default")
     parser.add_argument("--quick", action="store_true", help="one small row, to see that it works")
     instead = parser.add_mutually_exclusive_group()
