@@ -4,7 +4,7 @@ from shop.prices import price_of
 
 
 class Cart:
-    """What a customer is going to buy."""
+    """Items that a customer is going to buy."""
 
     def __init__(self, customer, items=[]):
         self.customer = customer
